@@ -13,7 +13,6 @@ import functools
 import json
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from jaxlm.data import dataset, packing, parts, writer
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
+from jaxlm.data.records import LeftOut
 
 ROWS, WARM = 8, 5
 # Ten times what `jaxlm train --config=configs/quickstart.py` takes on two cores.
@@ -34,12 +34,12 @@ def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
     """
     encoder = dataset.open_tokenizer(config)
     train, _ = parts.find_parts(config)
-    documents = [document for part in train for document in part.documents(Counter())]
+    documents = [document for part in train for document in part.documents(LeftOut())]
     size = sum(len(document.text.encode()) for document in documents)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizing, shards = _timed(
-            lambda: writer.write(folder / "shards", documents, encoder, Counter())
+            lambda: writer.write(folder / "shards", documents, encoder, LeftOut())
         )
 
         def pack(kind: packing.Packing) -> packing.PackingPlan:

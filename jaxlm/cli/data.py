@@ -172,7 +172,8 @@ def _stats(args: Any, out: Output) -> int:
     for part, row in answer.items():
         cells = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in names)
         lines.append(f"{part:<12}" + "".join(f"{cell:>16}" for cell in cells))
-        lines += [f"{'':<12}{count:,} {reason}" for reason, count in row["left_out"].items()]
+        manifest = parts[part].shards.manifest
+        lines += [f"{'':<12}{manifest.counted(reason)}" for reason in row["left_out"]]
         if chat := row.get("chat"):
             lines.append(
                 f"{'':<12}{chat['trained_tokens']:,} trained tokens, {chat['trained_share']:.1%} "
@@ -209,6 +210,7 @@ def _described(loader: Any) -> dict[str, Any]:
         "rows": loader.plan.rows,
         "padding": 1 - (manifest.tokens - manifest.documents) / slots,
         "left_out": manifest.left_out,
+        "first_left_out": manifest.first_left_out,
         **chat,
     }
 

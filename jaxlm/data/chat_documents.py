@@ -16,7 +16,7 @@ from jaxlm.data.chat_encoder import (
     Item,
     positions,
 )
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 
 BATCH = 256  # conversations that are rendered by one request; even, so that it has whole pairs
 FEW = 16  # batches that take less time than other processes need to start
@@ -27,7 +27,7 @@ PROBED = 1000  # conversations among which a single refused one is tolerated
 def encode(
     encoder: ChatEncoder,
     documents: Iterable[Document],
-    left_out: Counter[str],
+    left_out: LeftOut,
     figures: Counter[str],
     processes: int | None = None,
 ) -> Iterator[Encoded]:
@@ -76,7 +76,9 @@ def encode(
             refused += result.refused
             error = error or result.error
             check()
-            left_out.update(result.left_out)
+            for number, reason in result.left_out:
+                document, _ = batch[number]
+                left_out.add(reason, document.file, document.record)
             figures.update(result.figures)
             if encoder.answers == "pairs":
                 ids = [each.ids[0] for _, each in result.used]

@@ -85,14 +85,14 @@ class EncodedBatch(NamedTuple):
 
     Args:
       used: conversations with ids, each with its number in the batch, in order.
-      left_out: counts of the others, by reason; a pair counts once.
+      left_out: numbers of the others in the batch, of a pair that of its first, and the reason.
       figures: counts of turns and tokens of those used.
       refused: conversations that the template refused.
       error: that of the first of them.
     """
 
     used: list[tuple[int, Encoded]]
-    left_out: Counter[str]
+    left_out: list[tuple[int, str]]
     figures: Counter[str]
     refused: int
     error: DataError | None
@@ -113,7 +113,7 @@ class BatchEncoder(contextlib.ExitStack):
         Raises:
           DataError: if the template is invalid, or one is too long and `overlong` is `error`.
         """
-        figures, left_out, errors = Counter[str](), Counter[str](), list[DataError]()
+        figures, errors, left_out = Counter[str](), list[DataError](), list[tuple[int, str]]()
         outcomes = self._outcomes(batch, figures, errors)
         used: list[tuple[int, Encoded]] = []
         size = 2 if self._settings.answers == "pairs" else 1
@@ -124,7 +124,7 @@ class BatchEncoder(contextlib.ExitStack):
             if reason is None and size == 2:
                 reason = self._unfit(*(each.ids.ids for each in results))
             if reason is not None:
-                left_out[reason] += 1
+                left_out.append((first, reason))
                 continue
             used += [(first + number, each.encoded) for number, each in enumerate(results)]
             if size == 2:

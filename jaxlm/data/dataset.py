@@ -30,7 +30,7 @@ from jaxlm.data.manifest import Manifest
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.parts import Part, SplitSide
 from jaxlm.data.prompt_overlap import refuse_shared_prompts
-from jaxlm.data.records import MENDED
+from jaxlm.data.records import MENDED, LeftOut
 from jaxlm.data.remote import Downloads
 from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
@@ -315,7 +315,7 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests) -> T
         with cache.building(folder) as partial:
             if partial is not None:
                 digests.log(f"training the tokenizer {kind}")
-                texts = (document.text for part in train for document in part.documents(Counter()))
+                texts = (document.text for part in train for document in part.documents(LeftOut()))
                 (partial / path.name).write_bytes(train_tokenizer(kind, texts).serialize())
     return tokenizer_file.load(path.read_bytes(), str(path))
 
@@ -355,11 +355,11 @@ def _described(tokenizer: Tokenizer) -> str:
 
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
     """Yield lines about a part: documents left out or changed, characters without an id."""
-    lost = {what: n for what, n in manifest.left_out.items() if what not in parts.ELSEWHERE}
-    changed = lost.keys() & set(MENDED)
-    for words, reasons in (("left out of", lost.keys() - changed), ("in", changed)):
+    lost = manifest.left_out.keys() - set(parts.ELSEWHERE)
+    changed = lost & set(MENDED)
+    for words, reasons in (("left out of", lost - changed), ("in", changed)):
         if reasons:
-            counts = ", ".join(f"{lost[reason]} {reason}" for reason in sorted(reasons))
+            counts = ", ".join(manifest.counted(reason) for reason in sorted(reasons))
             yield f"{words} {name}: {counts}"
     if n := manifest.unknown:
         yield f"{n} characters of {name} are not in the tokenizer; they became <|unk|>"
@@ -441,7 +441,7 @@ def _written(
     is_whole: Callable[[Path], bool] = lambda folder: True,
 ) -> TokenShards:
     assert part.corpus is not None
-    counts, total, title = Counter[str](), part.corpus.size, f"tokenizing {part.name}"
+    counts, total, title = LeftOut(), part.corpus.size, f"tokenizing {part.name}"
     stream = folder, part.documents(counts), encoder, counts, lambda n: progress(title, n, total)
     written = writer.write(*stream, name=part.setting, is_whole=is_whole, chat=chat)
     progress(title, total, total)  # documents of the other side may follow the last one

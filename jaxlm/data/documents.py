@@ -16,7 +16,7 @@ from jaxlm.core.nearest import nearest_word
 from jaxlm.data import from_python, records, remote
 from jaxlm.data.conversations import ChatFields
 from jaxlm.data.manifest import NAME as MANIFEST
-from jaxlm.data.records import Broken, Document, ReadBudget, ending, looks_like_text
+from jaxlm.data.records import Broken, Document, LeftOut, ReadBudget, ending, looks_like_text
 from jaxlm.data.remote import Downloads
 
 PROBED_RECORDS = 1000  # of each source are read before tokenizing
@@ -117,9 +117,7 @@ class Corpus:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.files)
 
-    def documents(
-        self, counts: Counter[str], start: ReadBudget | None = None
-    ) -> Iterator[Document]:
+    def documents(self, counts: LeftOut, start: ReadBudget | None = None) -> Iterator[Document]:
         """Yield every document, or those covered by `start`; count what is left out or repaired.
 
         Raise DataError if a file has another format than its name, or more than `max_dropped` of
@@ -136,7 +134,7 @@ class Corpus:
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
-                counts[record.reason] += 1
+                counts.add(record.reason, record.file, record.record)
                 if record.error is None:
                     continue
                 dropped += 1
@@ -153,7 +151,8 @@ class Corpus:
                     conversation=chat.mapped(lambda each: records.mended(each, Counter()))
                 )
             if not text or text.isspace():
-                counts[records.BLANK if text else records.EMPTY] += 1
+                reason = records.BLANK if text else records.EMPTY
+                counts.add(reason, record.file, record.record)
             else:
                 yield record._replace(text=text, place=before + record.place)
         is_all = start is None or not start.is_read

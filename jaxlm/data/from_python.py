@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import cache, manifest, tokenizer_file, writer
 from jaxlm.data.chat_encoder import Encoded
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import Bytes, Tokenizer
 
 PREFIX = "python:"
@@ -226,7 +225,7 @@ def _stored_ids(items: Callable[[], Iterable[Any]], name: str, config: DataConfi
             yield Encoded(Document("", name, number + 1), parts, bytes=size)
 
     with _kept(digest) as partial:
-        folder, counts = partial / SHARDS, Counter[str]()
+        folder, counts = partial / SHARDS, LeftOut()
         writer.write(folder, (), tokenizer, counts, name=name, encoded=encoded())
         for path in folder.iterdir():
             path.rename(partial / path.name)

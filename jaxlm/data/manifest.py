@@ -72,8 +72,15 @@ class Manifest:
     weights: tuple[float, ...] = ()  # the loss weights of conversations; empty for text
     template: str = ""  # sha256 of the chat template
     figures: dict[str, int] = dataclasses.field(default_factory=dict)  # turns, trained tokens
+    first_left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # places, by reason
     answers: str = ""  # pairs, of two documents each, labeled or steps; empty for other data
     prompts_sha256: str = ""  # of the file of prompts; empty for other data
+
+    def counted(self, reason: str) -> str:
+        """Return the documents left out for a reason, and the place of the first, if known."""
+        count, place = self.left_out[reason], self.first_left_out.get(reason)
+        first = "first " if count > 1 else ""
+        return f"{count:,} {reason}" + (f" ({first}{place})" if place else "")
 
     @property
     def trained(self) -> int:
@@ -156,6 +163,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for counts in (manifest.left_out, manifest.figures):
         if any(type(count) is not int for count in counts.values()):
             raise ValueError(f"a count of {counts!r} is no integer")
+    if any(not isinstance(place, str) for place in manifest.first_left_out.values()):
+        raise TypeError(f"first_left_out is {manifest.first_left_out!r}")
     least = -1 if manifest.answers == "steps" else 0
     if len(weights) > MAX_WEIGHTS or not all(least <= weight < math.inf for weight in weights):
         raise ValueError(f"its weights are {weights[:3]}")

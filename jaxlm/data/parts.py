@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,7 @@ from jaxlm.data import from_python, manifest, preferred, prompts, remote
 from jaxlm.data.config import DataConfig
 from jaxlm.data.conversations import ONE_A_LINE
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
-from jaxlm.data.records import Document, ReadBudget
+from jaxlm.data.records import Document, LeftOut, ReadBudget
 from jaxlm.data.remote import Downloads
 
 
@@ -96,7 +95,7 @@ class Part:
         """Name of the training source."""
         return self.name.rpartition("/")[2]
 
-    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+    def documents(self, counts: LeftOut) -> Iterator[Document]:
         """Yield the documents of this side; count those of the other."""
         assert self.corpus is not None
         for document in self.corpus.documents(counts):
@@ -170,7 +169,7 @@ def _share(side: SplitSide, corpus: Corpus) -> float:
         return side.share
     start = ReadBudget(PROBED_RECORDS, PROBED_BYTES)
     known: set[float] = set()
-    for each in corpus.documents(Counter(), start):
+    for each in corpus.documents(LeftOut(), start):
         if start.is_read:  # the last text may be cut
             break
         known.add(position := _position(_key(each)))
@@ -325,7 +324,7 @@ def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
     probed = dataclasses.replace(corpus, files=files, names=names)
     documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
     start = ReadBudget(PROBED_RECORDS, most)
-    counts = Counter[str]()
+    counts = LeftOut()
     documents += sum(1 for _ in probed.documents(counts, start))
     if not documents and not start.is_read:
         what = "the data contains no text"

@@ -1,13 +1,12 @@
 """Prompts of validation conversations that are trained on."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxlm.core.errors import DataError
 from jaxlm.data import cache, formats
 from jaxlm.data.parts import Part
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.text_digest import TextDigests
 
 SHOWN = 60  # characters of a prompt in an error
@@ -49,7 +48,7 @@ def _compare(
 
 
 def _prompts(part: Part) -> Iterator[tuple[bytes, Document]]:
-    for document in part.documents(Counter()) if part.corpus is not None else ():
+    for document in part.documents(LeftOut()) if part.corpus is not None else ():
         if document.conversation is not None:
             prompt = document.conversation.prompt.encode("utf-8", "surrogatepass")
             yield hashlib.sha256(prompt).digest()[:16], document

@@ -61,11 +61,26 @@ class Document(NamedTuple):
 class Broken(NamedTuple):
     """A record that cannot be used: why, and the error to raise if there are too many.
 
-    Any number may be left out without an error.
+    Any number may be left out without an error. `file` and `record` are those of a `Document`.
     """
 
     reason: str
     error: DataError | None
+    file: str
+    record: int
+
+
+class LeftOut(Counter[str]):
+    """Counts of documents left out, by reason; `first` has the place of the first of a reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, str] = {}
+
+    def add(self, reason: str, file: str, record: int) -> None:
+        """Count a document that is left out."""
+        self[reason] += 1
+        self.first.setdefault(reason, formats.place(file, record))
 
 
 @dataclasses.dataclass
@@ -108,7 +123,7 @@ def read(
         rejected = Rejected(NO_MESSAGES, "a file of this name is read as text")
         if (table := TABLES.get(formats.kind_of(path.name))) is not None:
             rejected.fix = _as_lines(Path(name), table)
-        yield Broken(NO_MESSAGES, not_a_conversation(rejected, name, 0))
+        yield Broken(NO_MESSAGES, not_a_conversation(rejected, name, 0), name, 0)
         return
     if is_text(path):
         yield _text(path, name, counts, start)
@@ -149,7 +164,7 @@ def _document(
             return Document(text, name, number)
         is_there = isinstance(value, dict) and text_key in value
         kind = OTHER_TYPE if is_there else NO_TEXT
-        return Broken(kind, _no_text(value, name, number, text_key))
+        return Broken(kind, _no_text(value, name, number, text_key), name, number)
     try:
         record = value
         if chat.fields and isinstance(value, dict):
@@ -167,7 +182,7 @@ def _document(
             rejected.fix = record_fields.proposed(value, chat.kind) or rejected.fix
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None
-        return Broken(rejected.reason, error)
+        return Broken(rejected.reason, error, name, number)
     return Document(conversation.text, name, number, conversation=conversation)
 
 
@@ -254,19 +269,20 @@ def _text(
         text = decoder.decode(data.removeprefix(BYTE_ORDER_MARK), final=is_whole)
         return Document(text, name, 0, path.stat().st_size)
     except UnicodeDecodeError as error:
-        return Broken(NOT_UTF8, not_utf8(name, error, "byte"))
+        return Broken(NOT_UTF8, not_utf8(name, error, "byte"), name, 0)
 
 
 def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     if isinstance(fault.error, UnicodeDecodeError):
-        return Broken(NOT_UTF8, not_utf8(name, fault.error, f"line {line}, byte"))
+        damage = not_utf8(name, fault.error, f"line {line}, byte")
+        return Broken(NOT_UTF8, damage, name, line)
     fix = "one JSON object a line\na name that ends in .txt"
     if line == 1 and getattr(fault.error, "doc", "").lstrip().startswith("["):
         fix = _from_array(Path(name))
     damage = DataError(
         "a line is not JSON", where=formats.place(name, line), why=str(fault.error), fix=fix
     )
-    return Broken(NOT_JSON, damage)
+    return Broken(NOT_JSON, damage, name, line)
 
 
 def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:

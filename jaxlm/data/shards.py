@@ -454,7 +454,9 @@ def join(sets: Sequence[AnyShards]) -> JoinedShards:
 
 def _sum(manifests: list[Manifest]) -> Manifest:
     left_out, figures = Counter[str](), Counter[str]()
+    first: dict[str, str] = {}
     for each in manifests:
+        first = each.first_left_out | first
         left_out.update(each.left_out)
         figures.update(each.figures)
     if figures:
@@ -467,6 +469,7 @@ def _sum(manifests: list[Manifest]) -> Manifest:
         manifests[0],
         **{name: sum(getattr(each, name) for each in manifests) for name in SUMMED},
         left_out=dict(left_out),
+        first_left_out=first,
         weights=tuple(dict.fromkeys(w for manifest in manifests for w in manifest.weights)),
         template=next((each.template for each in manifests if each.template), ""),
         figures=dict(figures),

@@ -10,6 +10,7 @@ from typing import Any
 from jaxlm.data import parts
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
+from jaxlm.data.records import LeftOut
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.train_tokenizer import first_bytes
 
@@ -72,9 +73,9 @@ def sample_texts(config: DataConfig, pattern: str | None) -> list[str]:
     The list is empty if the config names token shards. Raise JaxlmError if reading fails.
     """
     if pattern is not None:
-        documents = Corpus.find((pattern,), config.text_key, "--text").documents(Counter())
+        documents = Corpus.find((pattern,), config.text_key, "--text").documents(LeftOut())
     else:
         held_out = [part for part in parts.find_parts(config)[1] if part.corpus is not None]
-        documents = itertools.chain.from_iterable(p.documents(Counter()) for p in held_out)
+        documents = itertools.chain.from_iterable(p.documents(LeftOut()) for p in held_out)
     texts = (document.text for document in documents if document.text)
     return list(first_bytes(texts, MEASURED_BYTES))

@@ -14,7 +14,7 @@ from jaxlm.data.blocks import BlockWriter
 from jaxlm.data.chat_encoder import ChatEncoder, Encoded
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ def write(
     folder: Path,
     documents: Iterable[Document],
     tokenizer: Tokenizer,
-    left_out: Counter[str],
+    left_out: LeftOut,
     progress: Callable[[int], None] = lambda _: None,
     *,
     name: str = "",
@@ -187,7 +187,7 @@ class _Writer:
             )
         )
 
-    def finish(self, left_out: Counter[str]) -> None:
+    def finish(self, left_out: LeftOut) -> None:
         """Write file names, tokenizer and manifest."""
         files = json.dumps(list(self.files)).encode()
         (self.folder / manifest.FILES).write_bytes(files)
@@ -206,6 +206,7 @@ class _Writer:
             tokens=sum(shard.tokens for shard in self.shards),
             bytes=self.totals["bytes"],
             left_out=dict(sorted(left_out.items())),
+            first_left_out=dict(sorted(left_out.first.items())),
             unknown=self.totals["unknown"],
             files_sha256=hashlib.sha256(files).hexdigest(),
             shards=tuple(self.shards),

@@ -1,21 +1,20 @@
 """Reference compressors measure the tokenized text."""
 
 import bz2
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxlm.data import baselines, tokenizer, writer
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 
 
 def test_the_text_comes_back_from_the_tokens_in_order(tmp_path: Path) -> None:
     texts = ["one \u6f22\n", "", "two" * 50]
     encoder = tokenizer.Bytes()
     stored = writer.write(
-        tmp_path / "s", [Document(t, "a", n) for n, t in enumerate(texts)], encoder, Counter()
+        tmp_path / "s", [Document(t, "a", n) for n, t in enumerate(texts)], encoder, LeftOut()
     )
     assert baselines.stored_text(stored) == "".join(texts).encode()
     assert baselines.stored_text(stored, limit=5) == "".join(texts).encode()[:5]

@@ -107,7 +107,7 @@ def test_conversations_too_long_for_a_row_are_dropped_cut_or_an_error(tmp_path):
     output = []
     data = opened(tmp_path, train, output, sequence=60)
     assert trained(data, rows(data)) == ["b<|eos|>"]
-    assert "left out of train: 2 longer than a row" in output
+    assert f"left out of train: 2 longer than a row (first {train}, line 1)" in output
     data = opened(tmp_path, train, output, sequence=60, overlong="left")
     assert sorted(trained(data, rows(data))) == ["b<|eos|>", "two<|eos|>"]
     manifest = data.train.shards.manifest
@@ -212,14 +212,21 @@ def test_a_conversation_whose_only_trained_token_is_its_first_is_left_out(tmp_pa
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path):
-    turns = [pair("a", "b")] * 3 + [pair("a", "b")[:1], pair("a", " "), pair("a", "b", train=False)]
+    unanswered = pair("a", "b")[:1]
+    turns = [pair("a", "b")] * 3
+    turns += [unanswered, pair("a", " "), pair("a", "b", train=False), unanswered]
     output = []
-    opened(tmp_path, write(tmp_path / "chat.jsonl", turns), output)
-    reasons = "1 with an empty turn, 1 without a trained turn, 1 without an assistant turn"
+    train = write(tmp_path / "chat.jsonl", turns)
+    data = opened(tmp_path, train, output)
+    reasons = (
+        f"1 with an empty turn ({train}, line 5), 1 without a trained turn ({train}, line 6), "
+        f"2 without an assistant turn (first {train}, line 4)"
+    )
     assert f"left out of train: {reasons}" in output
+    assert data.train.shards.manifest.first_left_out["with an empty turn"] == f"{train}, line 5"
     with pytest.raises(DataError, match="no conversation has an answer") as caught:
         opened(tmp_path, write(tmp_path / "none.jsonl", turns[3:]))
-    assert "1 without an assistant turn" in caught.value.why
+    assert "2 without an assistant turn" in caught.value.why
 
 
 def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
@@ -286,7 +293,7 @@ def test_a_conversation_that_the_template_refuses_ends_the_run_or_is_counted(tmp
     assert caught.value.where.endswith("line 10")
     output = []
     opened(tmp_path, train, output, max_dropped=0.1, **settings)
-    assert "left out of train: 1 refused by the chat template" in output
+    assert f"left out of train: 1 refused by the chat template ({train}, line 10)" in output
 
 
 def test_the_date_of_a_template_is_named(tmp_path):

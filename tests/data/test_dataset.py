@@ -18,6 +18,7 @@ import zstandard
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
 from jaxlm.data import baselines, dataset, long_text, parts, records, text_digest, writer
 from jaxlm.data.config import DataConfig
+from jaxlm.data.records import LeftOut
 from tests import machine
 
 
@@ -80,7 +81,7 @@ def test_a_share_of_a_few_long_documents_holds_out_one(tmp_path: Path) -> None:
     path = tmp_path / "books.jsonl"
     path.write_text("".join(json.dumps({"text": book}) + "\n" for book in books))
     (train,), (held_out,) = parts.find_parts(_config(str(path), "1%"))
-    sides = [[each.text for each in part.documents(Counter())] for part in (train, held_out)]
+    sides = [[each.text for each in part.documents(LeftOut())] for part in (train, held_out)]
     assert list(map(len, sides)) == [3, 1]
     assert sorted(sides[0] + sides[1]) == sorted(books)
 

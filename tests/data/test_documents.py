@@ -15,11 +15,12 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
+from jaxlm.data.records import LeftOut
 from jaxlm.data.text_digest import TextDigests
 
 
 def _read(path: Path | str, key: str = "text") -> tuple[list[str], Counter[str]]:
-    counts: Counter[str] = Counter()
+    counts = LeftOut()
     corpus = Corpus.find((str(path),), key, "data.train")
     return [document.text for document in corpus.documents(counts)], counts
 
@@ -52,7 +53,7 @@ def test_each_record_is_a_document(tmp_path: Path, name: str) -> None:
         pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
         path.write_bytes(pack(_lines(TEXTS)))
     corpus = Corpus.find((str(path),), "text", "data.train")
-    assert [(d.text, d.record) for d in corpus.documents(Counter())] == [
+    assert [(d.text, d.record) for d in corpus.documents(LeftOut())] == [
         (text, n) for n, text in enumerate(TEXTS, 1)
     ]
 

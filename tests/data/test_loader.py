@@ -13,7 +13,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.loader import Loader
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import Bytes
 
 BATCH, SEQUENCE = 8, 16
@@ -32,7 +32,7 @@ def loader(tmp_path: Path, request: pytest.FixtureRequest) -> Loader:
 def _loader(
     folder: Path, documents: list[Document], kind: packing.Packing, seed: int = 5, workers: int = 0
 ) -> Loader:
-    stored = writer.write(folder / "shards", documents, Bytes(), Counter())
+    stored = writer.write(folder / "shards", documents, Bytes(), LeftOut())
     return Loader(
         stored,
         packing.open_plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),

@@ -1,7 +1,6 @@
 """Batches that grow in rows and in length read one stream of rows, on any hosts from any step."""
 
 import itertools
-from collections import Counter
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from jaxlm.core import batch_schedule as paces
 from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.loader import Loader, cut_rows
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import Bytes
 
 SEQUENCE = 16
@@ -28,7 +27,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         Document(chr(33 + n) * int(size), "a.txt", n)
         for n, size in enumerate(rng.integers(1, 60, 60))
     ]
-    stored = writer.write(folder / "shards", documents, Bytes(), Counter())
+    stored = writer.write(folder / "shards", documents, Bytes(), LeftOut())
     plan = packing.open_plan(stored, SEQUENCE, request.param, 5, folder / "plan")
     return Loader(stored, plan, SEQUENCE, 5, prefetch=2)
 

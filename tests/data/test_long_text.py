@@ -1,7 +1,6 @@
 """A long text has the ids of encoding it at once, for every tokenizer."""
 
 import random
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from jaxlm.data import long_text, tokenizer, writer
 from jaxlm.data.config import DataConfig
 from jaxlm.data.dataset import open_data
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from tests.data.test_tokenizer import NASTY
 from tests.data.tokenizer_kinds import KINDS, LINES, kind
 
@@ -79,7 +78,7 @@ def test_shards_hold_the_ids_of_the_whole_text(name: str, tmp_path: Path) -> Non
     """At the size of a real file: the parts used to begin with a space of their own."""
     made = kind(name)
     text = (CODE + "\n\n" + CODE[::-1])[:60_000]
-    stored = writer.write(tmp_path / "s", [Document(text, "a", 0)], made, Counter())
+    stored = writer.write(tmp_path / "s", [Document(text, "a", 0)], made, LeftOut())
     ids = stored.read(0, 0, int(stored.lengths(0, 1)[0])).tolist()
     assert ids == [*made.before, *made.encode(text), *made.after]
     assert stored.manifest.bytes == len(text.encode())

@@ -14,7 +14,7 @@ from jaxlm.data import packing, writer
 from jaxlm.data.blocks import BLOCK, BlockWriter
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest, Shard
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
 from tests import machine
@@ -30,7 +30,7 @@ def stored(tmp_path: Path) -> TokenShards:
         for n, size in enumerate([1, 15, 16, 14, 200, *rng.integers(1, 50, 300)])
     ]
     documents = [Document(text, "a.txt", n) for n, text in enumerate(texts)]
-    return writer.write(tmp_path / "shards", documents, Bytes(), Counter())
+    return writer.write(tmp_path / "shards", documents, Bytes(), LeftOut())
 
 
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
@@ -157,7 +157,7 @@ def test_step_a_million_of_two_gigabytes_comes_in_five_seconds_and_bounded_memor
 
 
 def _tiny(tmp_path: Path) -> TokenShards:
-    return writer.write(tmp_path / "tiny", [Document("a" * 99, "a.txt", 0)], Bytes(), Counter())
+    return writer.write(tmp_path / "tiny", [Document("a" * 99, "a.txt", 0)], Bytes(), LeftOut())
 
 
 def _two_gigabytes(folder: Path) -> TokenShards:

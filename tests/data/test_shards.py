@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import writer
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 
@@ -24,7 +23,10 @@ DOCUMENTS = [Document(f"text number {n} " * (n % 7 + 1), f"{n % 3}.txt", n // 3)
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
     monkeypatch.setattr(writer, "SHARD_TOKENS", 500)
-    return writer.write(tmp_path / "shards", DOCUMENTS, Bytes(), Counter(empty=2))
+    left_out = LeftOut()
+    for record in (3, 7):
+        left_out.add("empty", "a.jsonl", record)
+    return writer.write(tmp_path / "shards", DOCUMENTS, Bytes(), left_out)
 
 
 def test_documents_come_back_with_their_origin_from_several_shards(stored: TokenShards) -> None:
@@ -65,6 +67,7 @@ def test_the_manifest_counts_everything(stored: TokenShards) -> None:
         == manifest.tokens - 2 * 50
     )
     assert manifest.left_out == {"empty": 2}
+    assert manifest.counted("empty") == "2 empty (first a.jsonl, line 3)"
     assert manifest.vocab == len(SPECIALS) + 256
     assert stored.tokenizer.digest == manifest.tokenizer
 
@@ -75,7 +78,7 @@ def test_a_long_document_is_encoded_in_parts_and_stored_whole(
     monkeypatch.setattr(Tokenizer, "span", 10)
     text = "a line\nand one that is longer than a part\n\n\u6f22\u5b57" * 9
     stored = writer.write(
-        tmp_path / "shards", [Document(text, "a", 0), Document("b", "a", 1)], Bytes(), Counter()
+        tmp_path / "shards", [Document(text, "a", 0), Document("b", "a", 1)], Bytes(), LeftOut()
     )
     assert stored.documents == 2
     assert Bytes().decode(stored.read(0, 1, int(stored.lengths(0, 1)[0]) - 1).tolist()) == text
@@ -132,23 +135,22 @@ def test_an_id_outside_the_table_is_refused_before_it_is_stored(tmp_path: Path) 
             return [[self.size] for _ in texts]
 
     with pytest.raises(DataError, match="outside 0 to 295") as caught:
-        writer.write(tmp_path / "shards", DOCUMENTS, Broken(), Counter())
+        writer.write(tmp_path / "shards", DOCUMENTS, Broken(), LeftOut())
     assert caught.value.where == "0.txt"
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_to_write_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document"):
-        writer.write(tmp_path / "shards", [], Bytes(), Counter())
+        writer.write(tmp_path / "shards", [], Bytes(), LeftOut())
     assert not list(tmp_path.iterdir())
 
 
 WRITE_SLOWLY = """
 import sys, time
-from collections import Counter
 from pathlib import Path
 from jaxlm.data import blocks, writer
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import Bytes
 writer.BATCH = blocks.WAITING = 100
 def documents():
@@ -156,7 +158,7 @@ def documents():
         time.sleep(float(sys.argv[3]))
         yield Document(f"text {n} " * 50, "a.txt", n)
 print("begun", flush=True)
-writer.write(Path(sys.argv[1]) / "shards", documents(), Bytes(), Counter())
+writer.write(Path(sys.argv[1]) / "shards", documents(), Bytes(), LeftOut())
 """
 
 

@@ -29,7 +29,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.blocks import BLOCK
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
 from tests import machine
@@ -60,7 +60,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
         Document(f"{n}:" + chr(97 + n % 26) * draw.randint(1, 900), f"{n % 3}.txt", n // 3)
         for n in range(60)
     ]
-    return writer.write(tmp_path / "shards", made, Bytes(), Counter())
+    return writer.write(tmp_path / "shards", made, Bytes(), LeftOut())
 
 
 def opened(root: Path, train: str, seed: int = 1, **settings: object) -> dataset.Data:
@@ -243,7 +243,7 @@ def test_e4_a_record_without_the_text_key_is_refused_early_and_counted_later(
         (tmp_path / "b.jsonl").write_text("".join(lines[200:]))
         (tmp_path / "a.jsonl").write_text("".join(lines[:200]))
         corpus = documents.Corpus.find((f"{tmp_path}/*.jsonl",), "text", "data.train")
-        counts: Counter[str] = Counter()
+        counts = LeftOut()
         if is_refused:
             with pytest.raises(DataError, match="no text under 'text'"):
                 list(corpus.documents(counts, records.ReadBudget(documents.PROBED_RECORDS, 2**20)))
@@ -256,13 +256,13 @@ def test_e4_files_that_are_not_utf8_are_counted_like_records(tmp_path: Path) -> 
     for number in range(1100):
         (tmp_path / f"{number:04d}.txt").write_text("good")
     (tmp_path / "0700.txt").write_bytes(b"caf\xe9")
-    counts: Counter[str] = Counter()
+    counts = LeftOut()
     corpus = documents.Corpus.find((f"{tmp_path}/*.txt",), "text", "data.train")
     assert sum(1 for _ in corpus.documents(counts)) == 1099
     assert counts == {records.NOT_UTF8: 1}
     (tmp_path / "0800.txt").write_bytes(b"\xff\xfeu\0t\0f\0")
     with pytest.raises(DataError, match="not UTF-8") as caught:
-        list(corpus.documents(Counter()))
+        list(corpus.documents(LeftOut()))
     assert caught.value.where == f"{tmp_path}/0700.txt, byte 3"
     assert "2 of the 801 records so far" in caught.value.why
 
@@ -361,7 +361,7 @@ def test_e4_a_million_characters_with_no_break_do_not_hang(
     encoder = tokenizer_file.read(trained_tokenizer(tmp_path))
     with harness.timing() as took:
         both = [Document(text, "a.txt", 0), Document("b", "b.txt", 0)]
-        made = writer.write(tmp_path / "s", both, encoder, Counter())
+        made = writer.write(tmp_path / "s", both, encoder, LeftOut())
     record_property("E4", f"a million of {character!a} {took}")
     took.require(10)
     length = int(made.lengths(0, 1)[0])
@@ -610,7 +610,7 @@ def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
     """
     texts = [Document(f"good text {n}", "a.jsonl", n) for n in range(40)]
     encoder = Bytes() if value < 2**16 else Wide()
-    made = writer.write(tmp_path / "shards", texts, encoder, Counter())
+    made = writer.write(tmp_path / "shards", texts, encoder, LeftOut())
     falsify(made, 31, position, value)
     lied = TokenShards.open(made.folder)
     lied.verify()
@@ -628,7 +628,7 @@ def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
 
 
 def test_e6_a_manifest_that_does_not_fit_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    made = writer.write(tmp_path / "s", [Document("text", "a.txt", 0)], Bytes(), Counter())
+    made = writer.write(tmp_path / "s", [Document("text", "a.txt", 0)], Bytes(), LeftOut())
     for vocab in (200, 400):
         dataclasses.replace(made.manifest, vocab=vocab).write(made.folder)
         with pytest.raises(DataError) as caught:
@@ -960,6 +960,7 @@ def test_s5_a_shard_that_is_a_link_out_of_its_folder_is_refused(
         {"bytes": 1e9},
         {"left_out": {"empty": "/etc/passwd"}},
         {"left_out": ["/etc/passwd"]},
+        {"first_left_out": {"empty": 1}},
     ],
 )
 def test_s5_a_manifest_that_names_a_path_or_another_type_is_refused(

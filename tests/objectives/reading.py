@@ -1,13 +1,12 @@
 """Rows of several documents, read by an objective; and the ids restored from its rows."""
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from jaxlm.data import packing, writer
 from jaxlm.data.loader import Loader
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 
 MARKS = tuple(SPECIALS.index(f"<|fim_{name}|>") for name in ("prefix", "middle", "suffix"))
@@ -49,7 +48,7 @@ def shards_of(folder: Path, tokenizer: Tokenizer | None = None, count: int = 60)
         Document(" ".join(draw.choice(words, int(size))), "a.txt", number)
         for number, size in enumerate(draw.integers(1, 50, count))
     ]
-    return writer.write(folder / "shards", documents, tokenizer or Bytes(), Counter())
+    return writer.write(folder / "shards", documents, tokenizer or Bytes(), LeftOut())
 
 
 def loader_of(shards, folder: Path, corruption, sequence: int = 96, kind="concat", seed: int = 5):

@@ -20,7 +20,7 @@ from jaxlm.corpus.job import RECIPE, REPORT, WORK, grouped, part_of, require_fin
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import SplitSide
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.data.tokenizer import Tokenizer
 
 BY_WEIGHT = "by its source's weight"  # reason for a dropped document
@@ -179,7 +179,7 @@ class MixUnits:
                     documents = source.documents(files, selection, counts[side])
                     if (first := next(documents, None)) is not None:
                         stream = itertools.chain([first], documents)
-                        writer.write(folder / side, stream, self._tokenizer, Counter(), files=names)
+                        writer.write(folder / side, stream, self._tokenizer, LeftOut(), files=names)
                 (folder / COUNTS).write_text(json.dumps(counts[TRAIN]), encoding="utf-8")
                 faults.point("prepare.tokenize", number)
         return {"tokenize": time.process_time() - begun}

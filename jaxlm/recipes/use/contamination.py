@@ -10,6 +10,7 @@ from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import InputMissing
 from jaxlm.data import formats, parts, shards
 from jaxlm.data.parts import Part
+from jaxlm.data.records import LeftOut
 from jaxlm.evals import contamination
 from jaxlm.evals.tasks import config, items
 from jaxlm.evals.tasks.config import Prompted
@@ -103,7 +104,7 @@ def documents(training: Sequence[Part]) -> Iterator[tuple[str, str]]:
     """Yield the place and the text of each training document."""
     for part in training:
         if part.corpus is not None:
-            for document in part.documents(Counter()):
+            for document in part.documents(LeftOut()):
                 yield formats.place(document.file, document.record), document.text
             continue
         stored = shards.open_folders(part.folders)

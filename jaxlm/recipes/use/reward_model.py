@@ -15,7 +15,7 @@ from jaxlm.data import chat_documents
 from jaxlm.data.batch import Tokens
 from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.conversations import Conversation, LabeledStep
-from jaxlm.data.records import Document
+from jaxlm.data.records import Document, LeftOut
 from jaxlm.models.build import Model
 from jaxlm.objectives.reward import score_slots, score_texts
 from jaxlm.recipes.use import load
@@ -78,7 +78,7 @@ class RewardModel:
         documents = [Document(each.text, "", n, 0, each) for n, each in enumerate(alone)]
         encoded = {
             each.document.record: each
-            for each in chat_documents.encode(self._encoder, documents, Counter(), Counter())
+            for each in chat_documents.encode(self._encoder, documents, LeftOut(), Counter())
         }
         texts: list[np.ndarray | None] = [None] * len(alone)
         weights = [np.zeros(0, np.float32)] * len(alone)

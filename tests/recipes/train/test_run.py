@@ -276,7 +276,8 @@ def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     flags = [f"--config.data.train={tmp_path}/a.jsonl", "--config.data.validation=()"]
     flags += ["--config.train.steps=4", "--config.sample.every=3", "--config.schedule.end=8"]
-    run, warning = tmp_path / "run", "left out of train: 20 empty"
+    run = tmp_path / "run"
+    warning = f"left out of train: 20 empty (first {tmp_path}/a.jsonl, line 2)"
     assert train(config, run, *flags, "--stop_at=2") == 0
     assert train(config, run, *flags) == 0
     assert (run / "log.txt").read_text().splitlines().count(warning) == 2
