@@ -172,6 +172,23 @@ def test_on_a_t4_both_first_notebooks_fit_and_take_at_most_15_minutes(tmp_path, 
     assert 0 < low < high <= int(minutes) == 15
 
 
+def test_on_a_t4_the_notebook_of_fine_tuning_trains_both_models_in_15_minutes(capsys):
+    """With the settings of its cells, for the sizes of the quickstart."""
+    cells = "\n".join(cell.source for cell in nbformat.read(FINETUNED, as_version=4).cells)
+    settings = {
+        name: json.loads(text) for name, text in re.findall(r"_(BASE|CHAT)\", '(.*)'", cells)
+    }
+    chat = {"tune.name": "lora", "train.batch": 16, "data.sequence": 128}
+    hours = 0.0
+    for each in (settings["BASE"], settings["CHAT"] | chat):
+        flags = [f"--config.{name}={value}" for name, value in each.items()]
+        assert main(["plan", "--config=quickstart", *flags, "--on=t4", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert plan["fits"]
+        hours += plan["hours"][1]
+    assert 0 < hours < 0.25
+
+
 def test_every_notebook_begins_by_installing_what_its_runtime_needs():
     firsts = []
     for path in NOTEBOOKS:

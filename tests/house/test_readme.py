@@ -235,6 +235,11 @@ def test_the_scripts_of_the_readme_are_there():
     assert all((ROOT / line.split()[1]).is_file() for line in SCRIPTS)
 
 
+def test_the_first_ten_lines_name_the_notebook_of_fine_tuning():
+    assert "`colab/finetune.ipynb`" in "\n".join(README.splitlines()[:10])
+    assert (ROOT / "colab/finetune.ipynb").is_file()
+
+
 def test_the_tour_has_ten_commands():
     tour = README.partition("## A tour\n")[2].partition("\n## ")[0]
     assert len(re.findall(r"^(?:jaxlm|source) ", tour, re.MULTILINE)) == 10

@@ -299,10 +299,10 @@ class Attributes:
         """Raise DataError with all problems, unread attributes included."""
         self.note_unused(IGNORED_ATTRIBUTES)
         if self._problems:
-            shown = self._problems[:5]
-            more = len(self._problems) - len(shown)
+            shown, count = self._problems[:5], len(self._problems)
+            more = count - len(shown)
             raise DataError(
-                f"jaxlm cannot read {len(self._problems)} attributes of {self._what}",
+                f"jaxlm cannot read {count} attribute{'s' if count > 1 else ''} of {self._what}",
                 where=self._where,
                 why="\n".join(shown) + (f"\nand {more} more" if more else ""),
                 fix="import a model without these attributes: jaxlm would compute another function",
