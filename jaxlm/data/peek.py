@@ -13,8 +13,18 @@ MARKS = "\u00ab", "\u00bb"  # around text with a loss
 BOTH_WAYS = "\u2039", "\u203a"  # around text with bidirectional attention
 
 NONE = "", ""
+EXAMPLE = 150  # characters of an example
 
 Item = tuple[int, tuple[str, str]]  # an id and the marks around it
+
+
+def example(text: str) -> str:
+    """Return the start of a marked text in one line, and the place of its first marked tokens."""
+    text = text.replace("\n", "\\n")
+    part = EXAMPLE // 3
+    if (begin := text.find(MARKS[0])) > 2 * part:
+        text = f"{text[:part]} ... {text[begin - part :]}"
+    return text[:EXAMPLE] + (" ..." if len(text) > EXAMPLE else "")
 
 
 def render_segments(

@@ -23,6 +23,19 @@ def test_only_targets_with_a_weight_are_marked() -> None:
     ]
 
 
+def test_the_example_of_a_row_shows_its_first_trained_tokens() -> None:
+    asked, long = "ask:\u00abanswer\u00bb", "q" * 400
+    assert peek.example(asked) == asked
+    assert peek.example("a\n\u00abb\u00bb") == "a\\n\u00abb\u00bb"
+    shown = peek.example(f"begin{long}user:\u00ab{long}\u00bb")
+    assert shown.startswith("begin")
+    assert "... q" in shown
+    assert "user:\u00abqqq" in shown
+    assert shown.endswith("qqq ...")
+    assert len(shown) <= peek.EXAMPLE + len(" ...")
+    assert len(peek.example(long)) == peek.EXAMPLE + len(" ...")
+
+
 def test_a_character_of_several_tokens_is_whole_and_control_characters_are_spelt() -> None:
     assert peek.render_segments(
         _batch("\u6f22\x1b[31m\n", slice(None)), Bytes(), 0, ("[", "]")

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 
 import jax.numpy as jnp
@@ -339,7 +340,9 @@ def test_an_adapter_of_another_base_is_refused(runs, fused, tmp_path, capsys):
     assert "no average" in capsys.readouterr().err
     for place, text in ((tmp_path / "peft", "do not fit"), (runs["lora"], "on another base")):
         assert main(["eval", base, f"--adapter={place}", "--text=x"]) == 65
-        assert text in capsys.readouterr().err
+        output = capsys.readouterr().err
+        assert text in output
+        assert re.search(rf"fix +--workdir={runs['base']}\b", output)
     base = f"--workdir={runs['lora']}"
     assert main(["generate", base, f"--adapter={runs['dora']}"]) == 2
     assert "jaxlm merge" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,16 @@ class AdapterFolder(Folder):
         self.config = self.read_json(config_file)
         self._files = {key: (tensors, *rest) for key, rest in self._header(tensors).items()}
 
+    def base_flag(self, flag: str) -> str:
+        """Return the flag that names the base: the run that the folder names, if it is here."""
+        named = self.config.get("base_model_name_or_path")
+        base = (
+            named
+            if isinstance(named, str) and (Path(named) / "checkpoints").is_dir()
+            else "runs/base"
+        )
+        return f"{shlex.quote(f'{flag}={base}')}    # the model that the adapter was trained on"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -336,7 +347,7 @@ class Contents:
                 where=str(self._folder.path / adapter_places.TENSORS),
                 why="each key must name a linear layer of the base, and have its shape",
                 every=problems,
-                fix=f"{flag}=runs/base    # the model that the adapter was trained on",
+                fix=self._folder.base_flag(flag),
             )
 
     def _expected(self) -> dict[str, tuple[int, ...]]:

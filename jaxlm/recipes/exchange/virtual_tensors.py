@@ -155,7 +155,7 @@ class VirtualContents:
                 where=str(self._folder.path / TENSORS),
                 why="a row has the width of the base, or keys and values of all its layers",
                 every=problems,
-                fix=f"{flag}=runs/base    # the model that the adapter was trained on",
+                fix=self._folder.base_flag(flag),
             )
 
     def tune(self, *, is_tied: bool) -> dict[str, Any]:

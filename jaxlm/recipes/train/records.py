@@ -53,7 +53,6 @@ COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
 # Metrics that are recorded in other forms.
 INTERNAL = ("verdict", "skipped_in_a_row", "tokens_read")
 ROLLOUTS = "rollouts.jsonl"  # every sample that was drawn to train on
-PREVIEW = 150  # characters of the example row in the header
 BRIEF = {
     *("devices", "model", "data", "run", "reward", "plan"),
     *("tasks", "tune", "resumed", "changed", "by"),  # of few runs
@@ -463,8 +462,7 @@ def _example(trainer: "Trainer") -> str:
     """Return the start of one row, with its trained tokens marked."""
     data, pace = trainer.programs.data, trainer.programs.pace
     row = data.train.at(trainer.start, batch=pace, rows=slice(0, 1))
-    text = peek.render_segments(row, data.tokenizer, 0)[0].replace("\n", "\\n")
-    return text[:PREVIEW] + (" ..." if len(text) > PREVIEW else "")
+    return peek.example(peek.render_segments(row, data.tokenizer, 0)[0])
 
 
 def write_partial_report(path: Path) -> None:
