@@ -136,7 +136,7 @@ def read_folder(
         if settings is None
         else Contents(folder, settings, tensors)
     )
-    contents.check(flag)
+    contents.check(folder.base_flag(flag))
     raw = config.to_json(base.run) | {"tune": contents.tune(is_tied=decoder.tied)}
     if settings is None:  # rows as long as the positions allow
         room = max(base.run.model.max_positions - raw["tune"]["length"], 1)
@@ -322,10 +322,10 @@ class Contents:
                 for key, (_, shape) in self._stored.items()
             }
 
-    def check(self, flag: str) -> None:
+    def check(self, fix: str) -> None:
         """Raise DataError with each key that is unknown, missing, or of another shape or dtype.
 
-        `flag` is the flag that names the base, for the error.
+        `fix` is that of the error.
         """
         expected = self._expected()
         problems = [f"unexpected  {key}" for key in sorted(self._stored.keys() - expected.keys())]
@@ -347,7 +347,7 @@ class Contents:
                 where=str(self._folder.path / adapter_places.TENSORS),
                 why="each key must name a linear layer of the base, and have its shape",
                 every=problems,
-                fix=self._folder.base_flag(flag),
+                fix=fix,
             )
 
     def _expected(self) -> dict[str, tuple[int, ...]]:

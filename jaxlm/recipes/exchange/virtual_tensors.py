@@ -132,10 +132,10 @@ class VirtualContents:
         cached = (layer.attention.cached for layer in self._decoder.layers)
         return self.length, sum(heads * (key + value) for heads, key, value in cached)
 
-    def check(self, flag: str) -> None:
+    def check(self, fix: str) -> None:
         """Raise DataError with each key that is unknown, missing, or of another shape or dtype.
 
-        `flag` is the flag that names the base, for the error.
+        `fix` is that of the error.
         """
         stored, expected = self._folder.tensors(), self._expected
         problems = [f"unexpected  {key}" for key in sorted(stored.keys() - expected.keys())]
@@ -155,7 +155,7 @@ class VirtualContents:
                 where=str(self._folder.path / TENSORS),
                 why="a row has the width of the base, or keys and values of all its layers",
                 every=problems,
-                fix=self._folder.base_flag(flag),
+                fix=fix,
             )
 
     def tune(self, *, is_tied: bool) -> dict[str, Any]:
