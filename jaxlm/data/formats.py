@@ -118,6 +118,12 @@ def place(name: str, number: int) -> str:
     return f"{name}, {'line' if format.is_lines else 'record'} {number}"
 
 
+def counted(count: int, reason: str, first: str | None) -> str:
+    """Return a count of records with the place of the first, if it is known."""
+    number = "first " if count > 1 else ""
+    return f"{count:,} {reason}" + (f" ({number}{first})" if first else "")
+
+
 def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
     """Yield a line longer than the limit in pieces; `line` is the first.
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxlm.core import disk
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data import formats
 from jaxlm.data.blocks import BLOCK
 
 FORMAT_VERSION = 2
@@ -78,9 +79,7 @@ class Manifest:
 
     def counted(self, reason: str) -> str:
         """Return the documents left out for a reason, and the place of the first, if known."""
-        count, place = self.left_out[reason], self.first_left_out.get(reason)
-        first = "first " if count > 1 else ""
-        return f"{count:,} {reason}" + (f" ({first}{place})" if place else "")
+        return formats.counted(self.left_out[reason], reason, self.first_left_out.get(reason))
 
     @property
     def trained(self) -> int:

@@ -15,7 +15,7 @@ from jaxlm.core import disk
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import from_python, manifest, preferred, prompts, remote
 from jaxlm.data.config import DataConfig
-from jaxlm.data.conversations import ONE_A_LINE
+from jaxlm.data.conversations import ONE_A_LINE, UNTRAINED
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, LeftOut, ReadBudget
 from jaxlm.data.remote import Downloads
@@ -332,13 +332,14 @@ def probe(corpus: Corpus, setting: str, most: int = PROBED_BYTES) -> None:
             what = "no conversation has an answer"
             if corpus.chat.kind == "prompts":
                 what = "no record has a prompt"
-        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
         why = (
             f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, "
-            f"{f'records: {reasons}' if reasons else 'all empty'}: {', '.join(corpus.names[:3])}"
+            f"{f'records: {counts}' if counts else 'all empty'}: {', '.join(corpus.names[:3])}"
         )
         fix = f"ls -l {shlex.join(corpus.names[:3])}"
         if corpus.chat is not None:
             forms = preferred.FORMS | {"prompts": prompts.ONE_PROMPT}
             fix = forms.get(corpus.chat.kind, ONE_A_LINE)
+            if counts.keys() == {UNTRAINED}:
+                fix = 'leave "train": false and "weight": 0 out of the answers to train'
         raise DataError(what, where=setting, why=why, fix=fix)

@@ -82,6 +82,10 @@ class LeftOut(Counter[str]):
         self[reason] += 1
         self.first.setdefault(reason, formats.place(file, record))
 
+    def __str__(self) -> str:
+        """Return all counts with these places."""
+        return ", ".join(formats.counted(n, why, self.first.get(why)) for why, n in self.items())
+
 
 @dataclasses.dataclass
 class ReadBudget:

@@ -70,9 +70,8 @@ def write(
         finally:
             writer.close()
         if not any(shard.documents for shard in writer.shards):
-            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             what = "the data contains no document"
-            why = f"left out: {reasons or 'none, the files are empty'}"
+            why = f"left out: {left_out or 'none, the files are empty'}"
             fix = EMPTY_TEXT if chat is None else EMPTY_CHAT
             raise DataError(what, where=name or str(folder), why=why, fix=fix)
         writer.finish(left_out)

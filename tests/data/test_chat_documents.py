@@ -226,7 +226,12 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path):
     assert data.train.shards.manifest.first_left_out["with an empty turn"] == f"{train}, line 5"
     with pytest.raises(DataError, match="no conversation has an answer") as caught:
         opened(tmp_path, write(tmp_path / "none.jsonl", turns[3:]))
-    assert "2 without an assistant turn" in caught.value.why
+    assert "2 without an assistant turn (first " in caught.value.why
+    none = write(tmp_path / "untrained.jsonl", [pair("a", "b", train=False)] * 2)
+    with pytest.raises(DataError, match="no conversation has an answer") as caught:
+        opened(tmp_path, none)
+    assert f"2 without a trained turn (first {none}, line 1)" in caught.value.why
+    assert '"train": false' in caught.value.fix
 
 
 def test_a_broken_record_has_its_line_and_its_fix(tmp_path):
