@@ -227,15 +227,20 @@ class _Program:
         names: set[str] = set()
         for matches in self.computations.values():
             running: dict[str, bool] = {}  # by the name of a start
+            starts: dict[str, str] = {}  # of those and of their updates
             lines = {match["name"]: match.string for match in matches}
             for match in matches:
                 op, line = match["op"], match.string
+                operand = re.search(r"%([\w.-]+)", line[match.end() :])
+                start = starts.get(operand[1], "") if operand else ""
                 if op.endswith("-start"):
                     running[match["name"]] = False
+                    starts[match["name"]] = match["name"]
+                elif op.endswith("-update"):
+                    starts[match["name"]] = start
                 elif op.endswith("-done"):
-                    start = re.search(r"%([\w.-]+)", line[match.end() :])
-                    if start and running.pop(start[1], False):
-                        names |= {start[1]} | self._inside(lines[start[1]])
+                    if running.pop(start, False):
+                        names |= {start} | self._inside(lines[start])
                 elif not all(running.values()) and self.kind(op, line, self.source(line)) in WORK:
                     running = dict.fromkeys(running, True)
         return names

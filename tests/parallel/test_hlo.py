@@ -213,16 +213,24 @@ OVERLAP = """HloModule jit_step, is_scheduled=true, num_partitions=2
   ROOT %wg = f32[8]{0} all-gather(%q), replica_groups={{0,1}}, dimensions={0}
 }
 
+%offloaded (r: f32[4]) -> f32[8] {
+  %r = f32[4]{0} parameter(0)
+  ROOT %og = f32[8]{0} all-gather(%r), replica_groups={{0,1}}, dimensions={0}
+}, execution_thread="sparsecore"
+
 ENTRY %main (x: bf16[8,8], y: f32[4]) -> bf16[8,8] {
   %x = bf16[8,8]{1,0} parameter(0)
   %y = f32[4]{0} parameter(1)
   %early = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
   %early-done = f32[8]{0} all-gather-done(%early)
   %call = ((f32[4]{0}), f32[8]{0}, u32[]) async-start(%y), calls=%wrapped
+  %thread = ((f32[4]{0}), f32[8]{0}, u32[]) call-start(%y), to_apply=%offloaded
+  %thread-update = ((f32[4]{0}), f32[8]{0}, u32[]) call-update(%thread)
   %hidden = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
   %product = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused
   %hidden-done = f32[8]{0} all-gather-done(%hidden)
   %call-done = f32[8]{0} async-done(%call)
+  %thread-done = f32[8]{0} call-done(%thread-update)
   %late = (f32[4]{0}, f32[8]{0}) all-gather-start(%y), replica_groups={{0,1}}, dimensions={0}
   %late-done = f32[8]{0} all-gather-done(%late)
   %sync = f32[4]{0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%fused
@@ -234,5 +242,5 @@ ENTRY %main (x: bf16[8,8], y: f32[4]) -> bf16[8,8] {
 def test_a_collective_is_overlapped_if_a_product_runs_between_its_start_and_its_end():
     overlapped = {each.name: each.is_overlapped for each in hlo.read_collectives(OVERLAP)}
     assert overlapped == {
-        "wg": True, "early": False, "hidden": True, "late": False, "sync": False,
+        "wg": True, "og": True, "early": False, "hidden": True, "late": False, "sync": False,
     }  # fmt: skip

@@ -64,9 +64,9 @@ SENT_GIB = {
     "llama_1b:v5e-16": 177.2,
     "llama_1b:v6e-256": 15.65,
     "llama_8b:v5e-16": 8197.0,
-    "llama_8b:v5p-128": 349.5,
-    "mixtral_8x7b:v5p-128": 1805.0,
-    "moe_fine:v5p-128": 715.9,
+    "llama_8b:v5p-128": 287.8,
+    "mixtral_8x7b:v5p-128": 1738.0,
+    "moe_fine:v5p-128": 597.1,
 }
 # TFLOP of each chip in a step, and the bound of MFU; kernels of experts are not counted.
 FLOPS = {
@@ -75,7 +75,7 @@ FLOPS = {
     "llama_1b:v5e-16": (546.4, 0.776),
     "llama_1b:v6e-256": (34.15, 0.440),
     "llama_8b:v5e-16": (16219.0, 0.541),
-    "llama_8b:v5p-128": (4123.7, 0.717),
+    "llama_8b:v5p-128": (4123.7, 0.725),
 }
 
 

@@ -371,7 +371,7 @@ def test_more_steps_need_a_word_where_the_schedule_is_a_share_of_the_end(
     assert "train.steps: 12 -> 14" in capsys.readouterr().err
     flat = (
         "--config.schedule.name=constant",
-        "--config.schedule.warmup=2",
+        "--config.schedule.warmup=1",
         "--config.eval.every=50",
     )
     assert train(config, tmp_path / "run", "--config.train.steps=2", *flat) == 0
