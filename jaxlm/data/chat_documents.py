@@ -14,6 +14,7 @@ from jaxlm.data.chat_encoder import (
     Encoded,
     EncodedBatch,
     Item,
+    encoded,
     positions,
 )
 from jaxlm.data.records import Document, LeftOut
@@ -81,11 +82,11 @@ def encode(
                 left_out.add(reason, document.file, document.record)
             figures.update(result.figures)
             if encoder.answers == "pairs":
-                ids = [each.ids[0] for _, each in result.used]
+                ids = [each for _, each, _ in result.used]
                 longest = map(positions, zip(ids[::2], ids[1::2], strict=True))
                 figures["longest_pair"] = max(figures["longest_pair"], *longest, 0)
-            for number, each in result.used:
-                yield each._replace(document=batch[number][0])
+            for number, *each in result.used:
+                yield encoded(batch[number], *each)
     check(is_all=True)
 
 

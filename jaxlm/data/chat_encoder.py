@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxlm.core.errors import DataError
 from jaxlm.data import chat_templates, formats
@@ -84,14 +84,14 @@ class EncodedBatch(NamedTuple):
     """Result of a batch.
 
     Args:
-      used: conversations with ids, each with its number in the batch, in order.
+      used: numbers of conversations in the batch, in order, with their ids and weights.
       left_out: numbers of the others in the batch, of a pair that of its first, and the reason.
       figures: counts of turns and tokens of those used.
       refused: conversations that the template refused.
       error: that of the first of them.
     """
 
-    used: list[tuple[int, Encoded]]
+    used: list[tuple[int, Int[np.ndarray, "n"], Float[np.ndarray, "n"]]]
     left_out: list[tuple[int, str]]
     figures: Counter[str]
     refused: int
@@ -115,7 +115,7 @@ class BatchEncoder(contextlib.ExitStack):
         """
         figures, errors, left_out = Counter[str](), list[DataError](), list[tuple[int, str]]()
         outcomes = self._outcomes(batch, figures, errors)
-        used: list[tuple[int, Encoded]] = []
+        used = []
         size = 2 if self._settings.answers == "pairs" else 1
         for first in range(0, len(batch), size):
             group = [outcomes[number] for number in range(first, first + size)]
@@ -126,7 +126,7 @@ class BatchEncoder(contextlib.ExitStack):
             if reason is not None:
                 left_out.append((first, reason))
                 continue
-            used += [(first + number, each.encoded) for number, each in enumerate(results)]
+            used += [(first + n, each.ids.ids, each.ids.weights) for n, each in enumerate(results)]
             if size == 2:
                 figures["pairs"] += 1
             for each in results:
@@ -164,7 +164,7 @@ class BatchEncoder(contextlib.ExitStack):
                 elif conversation.steps and np.count_nonzero(ids.weights) < len(conversation.steps):
                     outcomes[number] = NO_STEP_END
                 elif ids.weights[1:].any() or conversation.goal is not None:
-                    outcomes[number] = _Result(document, conversation, text, ids)
+                    outcomes[number] = _Result(conversation, text, ids)
                 else:
                     outcomes[number] = UNTRAINED
             items = shorter
@@ -261,26 +261,25 @@ class BatchEncoder(contextlib.ExitStack):
 class _Result(NamedTuple):
     """A conversation that can be used."""
 
-    document: Document
     conversation: Conversation
     text: Rendered
     ids: WeightedIds
 
-    @property
-    def encoded(self) -> Encoded:
-        """Return the ids, and the judgment of the answer, or the goal of a prompt."""
-        conversation = self.conversation
-        goal = conversation.goal
-        return Encoded(
-            self.document,
-            [self.ids.ids],
-            self.ids.weights,
-            side=conversation.side,
-            margin=conversation.margin,
-            prompt=None
-            if goal is None
-            else Prompt(conversation.text, *goal, is_plain=conversation.is_plain),
-        )
+
+def encoded(item: Item, ids: Int[np.ndarray, "n"], weights: Float[np.ndarray, "n"]) -> Encoded:
+    """Return ids with the judgment of the answer, or the goal of the prompt."""
+    document, conversation = item
+    goal = conversation.goal
+    return Encoded(
+        document,
+        [ids],
+        weights,
+        side=conversation.side,
+        margin=conversation.margin,
+        prompt=None
+        if goal is None
+        else Prompt(conversation.text, *goal, is_plain=conversation.is_plain),
+    )
 
 
 def positions(pair: Sequence[Int[np.ndarray, "n"]]) -> int:

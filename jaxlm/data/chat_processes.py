@@ -1,26 +1,32 @@
 """Processes that encode batches of conversations, and the program that they run.
 
-A process reads pickled objects from its standard input, the settings first and then batches, and
-writes a pickled answer to each on its standard output. It is not of `multiprocessing`, which would
-run a script that calls `jaxlm.train` without `if __name__ == "__main__"` once more.
+A process reads messages from its standard input, the settings first and then batches, and answers
+each batch on its standard output. A message is a line of JSON and some bytes. The process is not of
+`multiprocessing`, which would run a script that calls `jaxlm.train` without
+`if __name__ == "__main__"` once more.
 """
 
 import contextlib
+import json
 import os
-import pickle
 import queue
 import signal
 import subprocess
 import sys
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from jaxlm.core.errors import JaxlmError, PeerLost
+import numpy as np
+
+from jaxlm.core.errors import DataError, PeerLost
 from jaxlm.data import tokenizer_file
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_encoder import BatchEncoder, ChatEncoder, EncodedBatch, Item
+from jaxlm.data.conversations import Conversation, Goal, LabeledStep
+from jaxlm.data.records import Document
 
 AHEAD = 2  # batches a process that are read before the first result is taken
 # A process uses one processor: these libraries would start a thread for each.
@@ -52,10 +58,10 @@ class Pool(contextlib.ExitStack):
     def encode(
         self, batches: Iterable[Sequence[Item]]
     ) -> Iterator[tuple[Sequence[Item], EncodedBatch]]:
-        """Yield each batch and its result, in order. The documents of results have no text.
+        """Yield each batch and its result, in order.
 
         Raises:
-          JaxlmError: that of `BatchEncoder.encode`, once the batches before were yielded.
+          DataError: that of `BatchEncoder.encode`, once the batches before were yielded.
           PeerLost: if a process ends, for example for lack of memory.
         """
         waiting: deque[tuple[Sequence[Item], Future[EncodedBatch]]] = deque()
@@ -79,8 +85,7 @@ class _Process:
     """A process that encodes; a context manager, which ends it."""
 
     def __init__(self, encoder: ChatEncoder):
-        fields = vars(encoder) | {"tokenizer": encoder.tokenizer.serialize()}
-        self._head = pickle.dumps(fields)
+        self._encoder, self._is_new = encoder, True
 
     def __enter__(self) -> Self:
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -101,14 +106,15 @@ class _Process:
         """Return the result of a batch. Raises what `BatchEncoder.encode` raises, and PeerLost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # The texts of documents are those of their conversations.
-        light = [(d._replace(text="", conversation=None), each) for d, each in batch]
         try:
-            self._process.stdin.write(self._head + pickle.dumps(light))
-            self._process.stdin.flush()
-            self._head = b""
-            answer = pickle.load(self._process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
+            if self._is_new:
+                self._is_new = False
+                encoder = self._encoder
+                settings = vars(encoder) | {"template": vars(encoder.template), "tokenizer": None}
+                _send(self._process.stdin, settings, encoder.tokenizer.serialize())
+            _send(self._process.stdin, [_as_json(each) for each in batch])
+            answer, content = _receive(self._process.stdout)
+        except (OSError, EOFError):
             raise PeerLost(
                 "a process that encodes conversations ended",
                 where="data.train",
@@ -116,11 +122,58 @@ class _Process:
                 "was killed, for example for lack of memory",
                 fix="run the same command again once more memory is free",
             ) from None
-        if isinstance(answer, JaxlmError):
-            raise answer
-        if isinstance(answer, str):
-            raise RuntimeError(f"a process that encodes conversations failed:\n{answer}")
-        return answer
+        if "bug" in answer:
+            raise RuntimeError(f"a process that encodes conversations failed:\n{answer['bug']}")
+        if "raised" in answer:
+            raise DataError(**answer["raised"])
+        sizes = answer.pop("sizes")
+        ids, weights = np.frombuffer(content, "<i4"), np.frombuffer(content, "<f4")
+        stops = np.cumsum(sizes, dtype=np.int64)
+        columns = (
+            np.split(ids[: sum(sizes)], stops[:-1]),
+            np.split(weights[sum(sizes) :], stops[:-1]),
+        )
+        error = answer.pop("error")
+        return EncodedBatch(
+            used=[*zip(answer.pop("numbers"), *columns, strict=False)],
+            left_out=[(number, reason) for number, reason in answer.pop("left_out")],
+            figures=Counter(answer.pop("figures")),
+            error=error and DataError(**error),
+            **answer,
+        )
+
+
+def _send(stream: IO[bytes], head: Any, content: bytes = b"") -> None:
+    """Write a message."""
+    stream.write(json.dumps([len(content), head]).encode() + b"\n" + content)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> tuple[Any, bytes]:
+    """Return the next message. Raise EOFError if the stream ends before it does."""
+    line = stream.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError
+    size, head = json.loads(line)
+    content = stream.read(size)
+    if len(content) < size:
+        raise EOFError
+    return head, content
+
+
+def _as_json(item: Item) -> dict[str, Any]:
+    """Return what an encoding depends on, and the place of the document for errors."""
+    document, conversation = item
+    fields = vars(conversation) | {"rejected": None, "goal": conversation.goal is not None}
+    return fields | {"place": (document.file, document.record)}
+
+
+def _from_json(fields: dict[str, Any]) -> Item:
+    """Return an item without the text and the goal of its document."""
+    place, steps = fields.pop("place"), fields.pop("steps")
+    goal = Goal(None, None) if fields.pop("goal") else None
+    steps = [LabeledStep(*step) for step in steps]
+    return Document("", *place), Conversation(**fields, steps=steps, goal=goal)
 
 
 def main() -> None:
@@ -128,26 +181,37 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
-    fields = pickle.load(requests)
-    tokenizer = tokenizer_file.load(fields.pop("tokenizer"), "tokenizer")
-    with BatchEncoder(ChatEncoder(tokenizer, **fields)) as encoder:
+    settings, content = _receive(requests)
+    settings["tokenizer"] = tokenizer_file.load(content, "tokenizer")
+    settings["template"] = ChatTemplate(**settings["template"])
+    with BatchEncoder(ChatEncoder(**settings)) as encoder, contextlib.suppress(EOFError):
         while True:
-            try:
-                batch = pickle.load(requests)
-            except EOFError:
-                return
-            pickle.dump(_answer(encoder, batch), answers)
-            answers.flush()
+            batch, _ = _receive(requests)
+            _send(answers, *_answer(encoder, batch))
 
 
-def _answer(encoder: BatchEncoder, batch: Sequence[Item]) -> Any:
-    """Return the result of a batch, its error, or the traceback of a bug."""
+def _answer(encoder: BatchEncoder, batch: Sequence[dict[str, Any]]) -> tuple[Any, bytes]:
+    """Return the result of a batch as a message, its error, or the traceback of a bug."""
     try:
-        return encoder.encode(batch)
-    except JaxlmError as error:
-        return error
+        result = encoder.encode([_from_json(each) for each in batch])
+    except DataError as error:
+        return {"raised": _parts(error)}, b""
     except Exception:
-        return traceback.format_exc()
+        return {"bug": traceback.format_exc()}, b""
+    numbers, ids, weights = zip(*result.used, strict=True) if result.used else ((), (), ())
+    columns = [np.asarray(each, "<i4") for each in ids] + [np.asarray(w, "<f4") for w in weights]
+    answer = result._asdict() | {
+        "numbers": numbers,
+        "sizes": [*map(len, ids)],
+        "error": result.error and _parts(result.error),
+    }
+    del answer["used"]
+    return answer, b"".join(each.tobytes() for each in columns)
+
+
+def _parts(error: DataError) -> dict[str, str]:
+    """Return an error as JSON."""
+    return {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
 
 
 if __name__ == "__main__":
