@@ -337,7 +337,7 @@ SITUATIONS = {
     "urls without lists": Situation("data run --config=r.py --out=out --config.stages=urls"),
     "least above most": Situation("data run --config=r.py --out=out --config.length.most=5"),
     "perplexities crossed": Situation(
-        "config explain perplexity.least --config.perplexity.least=2000"
+        "data run --config=r.py --out=out --config.perplexity.least=2000"
     ),
     # data
     "a folder without text as data": Situation(
