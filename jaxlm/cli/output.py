@@ -53,8 +53,7 @@ class Output:
                 line = formatting.wrapped(line, shutil.get_terminal_size().columns, 9)
             write(sys.stderr, line, style=style)
         if self.as_json:
-            names = ("what", "where", "why", "fix", "kind", "code")
-            parts = {name: getattr(error, name) for name in names}
+            parts = error.parts | {"kind": error.kind, "code": error.code}
             every = {"every": error.every} if error.every else {}
             write(sys.stdout, to_line({"error": parts | every}))
 

@@ -59,6 +59,11 @@ class JaxlmError(Exception):
         make = functools.partial(type(self), where=self.where, why=self.why, fix=self.fix)
         return make, (self.what,), self.__dict__
 
+    @property
+    def parts(self) -> dict[str, str]:
+        """Return the four parts by name, as the constructor takes them."""
+        return {name: getattr(self, name) for name in ("what", "where", "why", "fix")}
+
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.what}"]
         for label in ("where", "why", "fix"):

@@ -55,8 +55,7 @@ def answer(open_task: Callable[[], Task], number: int) -> dict[str, Any]:
     try:
         return {"seconds": run_unit(open_task(), number)}
     except JaxlmError as error:
-        parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
-        return {"error": {"kind": type(error).__name__, **parts}}
+        return {"error": {"kind": type(error).__name__, **error.parts}}
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         why = traceback.format_exc()[-1500:]

@@ -100,11 +100,14 @@ def _cut(pattern: re.Pattern[str], text: str) -> list[str]:
     return words if sum(map(len, words)) == len(text) else pattern.split(text)
 
 
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _processors() -> int:
     """Return how many processors the library uses."""
-    if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
-        return 1
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else processors()
 
 
 def _patterns(parsed: Mapping[str, Any]) -> list[re.Pattern[str]] | None:

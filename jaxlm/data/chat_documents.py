@@ -2,12 +2,12 @@
 
 import contextlib
 import itertools
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxlm.core.errors import DataError
 from jaxlm.data import chat_processes
+from jaxlm.data.ascii_words import processors
 from jaxlm.data.chat_encoder import (
     BatchEncoder,
     ChatEncoder,
@@ -30,22 +30,22 @@ def encode(
     documents: Iterable[Document],
     left_out: LeftOut,
     figures: Counter[str],
-    processes: int | None = None,
 ) -> Iterator[Encoded]:
     """Yield ids and weights of each conversation, and of both of a pair, in their order.
+
+    More than `FEW` batches are encoded by other processes, one for each processor and at most
+    `MOST_PROCESSES`, with the same result.
 
     Args:
       encoder: settings of the encoding.
       documents: conversations.
       left_out: counts of conversations left out, by reason.
       figures: counts of turns and tokens of those yielded.
-      processes: those that encode more than `FEW` batches, by default one for each processor, at
-        most `MOST_PROCESSES`. They do not change the result.
 
     Raises:
       DataError: if too many are refused by the template, or one is too long and `overlong` is
         `error`.
-      OutOfMemory: if a process that encodes was killed.
+      PeerLost: if a process that encodes was killed.
     """
     remaining = (item for each in documents for item in _items(each))
     batches = iter(lambda: list(itertools.islice(remaining, BATCH)), [])
@@ -70,7 +70,7 @@ def encode(
             alone = stack.enter_context(BatchEncoder(encoder))
             results = ((batch, alone.encode(batch)) for batch in first)
         else:
-            pool = chat_processes.Pool(encoder, processes or _processes())
+            pool = chat_processes.Pool(encoder, min(processors(), MOST_PROCESSES))
             results = stack.enter_context(pool).encode(itertools.chain(first, batches))
         for batch, result in results:
             seen += len(batch)
@@ -99,9 +99,3 @@ def _items(document: Document) -> Sequence[Item]:
         return [(document, conversation)]
     both = (conversation, conversation.rejected)
     return [(document._replace(text=each.text), each) for each in both]
-
-
-def _processes() -> int:
-    """Return how many processes encode: one for each processor that this one may use."""
-    has_set = hasattr(os, "sched_getaffinity")
-    return min(len(os.sched_getaffinity(0)) if has_set else os.cpu_count() or 1, MOST_PROCESSES)

@@ -195,7 +195,7 @@ def _answer(encoder: BatchEncoder, batch: Sequence[dict[str, Any]]) -> tuple[Any
     try:
         result = encoder.encode([_from_json(each) for each in batch])
     except DataError as error:
-        return {"raised": _parts(error)}, b""
+        return {"raised": error.parts}, b""
     except Exception:
         return {"bug": traceback.format_exc()}, b""
     numbers, ids, weights = zip(*result.used, strict=True) if result.used else ((), (), ())
@@ -203,15 +203,10 @@ def _answer(encoder: BatchEncoder, batch: Sequence[dict[str, Any]]) -> tuple[Any
     answer = result._asdict() | {
         "numbers": numbers,
         "sizes": [*map(len, ids)],
-        "error": result.error and _parts(result.error),
+        "error": result.error and result.error.parts,
     }
     del answer["used"]
     return answer, b"".join(each.tobytes() for each in columns)
-
-
-def _parts(error: DataError) -> dict[str, str]:
-    """Return an error as JSON."""
-    return {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def started(small, monkeypatch):
 
     monkeypatch.setattr(chat_documents, "FEW", 0)
     monkeypatch.setattr(chat_documents, "MOST_PROCESSES", 2)
-    monkeypatch.setattr(chat_documents.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(chat_documents, "processors", lambda: 3)
     monkeypatch.setattr(chat_processes.subprocess, "Popen", Recorded)
     return processes
 
