@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import parameter
-from jaxlm.ops.matmul import Side, decode_layout, matmul
+from jaxlm.ops.matmul import matmul
+from jaxlm.ops.row_product import Side, decode_layout
 from jaxlm.parallel.rules import constrain
 
 

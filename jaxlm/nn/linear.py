@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxlm.nn.init import Initializer
 from jaxlm.ops.integer_product import qat_matmul
-from jaxlm.ops.matmul import Side, decode_layout, grouped_matmul, matmul
+from jaxlm.ops.matmul import grouped_matmul, matmul
+from jaxlm.ops.row_product import Side, decode_layout
 from jaxlm.parallel.rules import constrain
 
 LOGICAL_AXES = "logical_axes"

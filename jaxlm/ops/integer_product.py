@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jaxlm.core.precision import Precision
 from jaxlm.ops import matmul as products
 from jaxlm.ops import quantize
 from jaxlm.ops.kernels import INTEGERS
+from jaxlm.ops.row_product import Side, decode_layout, dot_rows
 from jaxlm.ops.weight_codes import Leaves, WeightFormat
 
 FORMATS: dict[str, WeightFormat] = {
@@ -27,7 +28,9 @@ def is_integer(format: WeightFormat) -> bool:
     return format.base in INTEGERS
 
 
-def integer_product(x: Array, leaves: Leaves, format: WeightFormat, result: jnp.dtype) -> Array:
+def integer_product(
+    x: Array, leaves: Leaves, format: WeightFormat, result: jnp.dtype, side: Side = 0
+) -> Array:
     """Return x[..., I] @ W[I, O] with x rounded to 8 bits, a scale for each row, and int32 sums.
 
     The sums are exact, so the result does not depend on their order. Codes of 4 bits are two
@@ -35,27 +38,25 @@ def integer_product(x: Array, leaves: Leaves, format: WeightFormat, result: jnp.
 
     Args:
       x: rows.
-      leaves: of W as `WeightFormat.quantize` returns them, [.., O].
+      leaves: of W as `WeightFormat.quantize` returns them, [.., O], or [O, ..] for side 1.
       format: w8a8 or w4a8.
       result: dtype of the product.
+      side: the axis of inputs in the leaves.
     """
     rows = x.reshape(-1, x.shape[-1])
-    # XLA for CPU has no fast loop for one row of integers.
-    if is_single := len(rows) == 1 and products.is_one_cpu():
-        rows = jnp.broadcast_to(rows, (2, rows.shape[1]))
     low, scale = quantize.rounded(rows, quantize.INT8, (1,))
-    codes, axes = leaves["codes"], ((1,), (0,))
+    codes, scales = leaves["codes"], leaves["scales"]
     if format.base == "w8a8":
-        out = quantize.dot_rounded((low, scale), (codes, leaves["scales"]), axes, result)
+        out = quantize.dot_rounded((low, scale), (codes, scales), ((1,), (side,)), result)
     else:
         low = jnp.pad(low, ((0, 0), (0, low.shape[1] % 2)))
         signed = (codes & 15).astype(jnp.int8) - 8, (codes >> 4).astype(jnp.int8) - 8
-        dot = functools.partial(
-            lax.dot_general, dimension_numbers=(axes, ((), ())), preferred_element_type=jnp.int32
+        sums = jnp.dtype("int32")
+        even, odd = (
+            dot_rows(low[:, first::2], codes, side, sums) for first, codes in enumerate(signed)
         )
-        sums = dot(low[:, ::2], signed[0]) + dot(low[:, 1::2], signed[1])
-        out = (sums.astype(jnp.float32) * scale * leaves["scales"]).astype(result)
-    return (out[:1] if is_single else out).reshape(*x.shape[:-1], -1)
+        out = ((even + odd).astype(jnp.float32) * scale * scales.reshape(1, -1)).astype(result)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 ROWS, INPUTS, OUTPUTS, TIMED = 8, 1024, 4096, 10  # of a measured product, and its repetitions
@@ -63,14 +64,18 @@ ROWS, INPUTS, OUTPUTS, TIMED = 8, 1024, 4096, 10  # of a measured product, and i
 
 def describe_speed() -> str:
     """Return how fast this device multiplies integers, measured on one product of a few rows."""
-    x = jnp.ones((ROWS, INPUTS), jnp.float32)
-    weight = jnp.ones((INPUTS, OUTPUTS), jnp.float32)
-    leaves = {name: FORMATS[name].quantize(weight) for name in ("w8a8", "w4a8")}
-    precision = Precision.float32()
-    seconds = {"float32": _seconds(lambda x, w: products.matmul(x, w, precision), x, weight)}
-    for name, stored in leaves.items():
-        product = functools.partial(integer_product, format=FORMATS[name], result=x.dtype)
-        seconds[name] = _seconds(product, x, stored)
+    x, ones = jnp.ones((ROWS, INPUTS), jnp.float32), jnp.ones((INPUTS, OUTPUTS), jnp.float32)
+    weight, side = decode_layout(ones, 0)
+    product: Callable[..., Array] = functools.partial(dot_rows, side=side, sums=x.dtype)
+    seconds = {"float32": _seconds(product, x, weight)}
+    for name in ("w8a8", "w4a8"):
+        leaves = {
+            key: decode_layout(leaf, 0)[0] for key, leaf in FORMATS[name].quantize(ones).items()
+        }
+        product = functools.partial(
+            integer_product, format=FORMATS[name], result=x.dtype, side=side
+        )
+        seconds[name] = _seconds(product, x, leaves)
     ratios = [f"{name} takes {each / seconds['float32']:.2f}" for name, each in seconds.items()]
     return f"of the time of a float32 product of {ROWS} rows, here {' and '.join(ratios[1:])}"
 

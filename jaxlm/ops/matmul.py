@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,15 @@ from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.ops import quantize
 from jaxlm.ops.quantize import E4M3, E5M2, INT8, NumberFormat
+from jaxlm.ops.row_product import Side, dot_rows, is_one_cpu
 from jaxlm.parallel import context
 
-Side = Literal[0, 1]  # the axis of a weight that is contracted with the activations
 # Formats of the operands, and of gradient and weight, by `precision.products`.
 FORWARD = {"int8": (INT8, INT8), "fp8": (E4M3, E4M3)}
 BACKWARD = {"int8": (INT8, INT8), "fp8": (E5M2, E4M3)}
 # XLA for CPU computes x^T g of float32 1.3 to 7 times as fast with g first if g has at most an
 # eighth of x's columns (jax 0.12, Intel, 128 to 3072 columns of x): the gradient of LoRA's A.
 NARROW = 8
-
-
-def is_one_cpu() -> bool:
-    """Return whether the traced program is for a single CPU device."""
-    # The partitioner of jax 0.10 gathers an array whose layout is constrained.
-    return backend.name() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
 
 
 def transposed(x: Array) -> Array:
@@ -41,17 +35,6 @@ def transposed(x: Array) -> Array:
     if x.dtype == jnp.bfloat16 and is_one_cpu():
         return with_layout_constraint(swapped, Layout(tuple(range(x.ndim))))
     return swapped
-
-
-def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
-    """Return the weight in the layout that this CPU multiplies about 8 rows with fastest.
-
-    With AMX that is [O, I], side 1 (two thirds of the time in float32 and bfloat16, Intel, jax
-    0.10.2); otherwise [I, O] (two thirds of the time in float32, the same in bfloat16, AMD, jax
-    0.10.2 and 0.12).
-    """
-    best: Side = 1 if backend.AMX in backend.cpu_units() else 0
-    return (weight if side == best else weight.T), best
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -172,21 +155,18 @@ def _dot(
     """Contract x's last axis with axis `side` of the weight, quantized to `formats` if given.
 
     On CPU the leading axes of x are merged first: GPT-2 124M trained 1.45 times as fast (2 cores,
-    jax 0.12). There a single bfloat16 row is duplicated: XLA's loop for one row takes 7 times as
-    long as two rows.
+    jax 0.12).
     """
     shape = x.shape
     if _merges_rows():
         x = x.reshape(-1, shape[-1])
-    if is_single := x.shape[0] == 1 and x.dtype == jnp.bfloat16 and is_one_cpu():
-        x = jnp.broadcast_to(x, (2, *x.shape[1:]))
     axes = ((x.ndim - 1,), (side,))
     if formats:
         out = quantize.dot(x, weight, axes, formats, result)
+    elif x.ndim == 2:
+        out = dot_rows(x, weight, side, result)
     else:
         out = lax.dot_general(x, weight, (axes, ((), ())), preferred_element_type=result)
-    if is_single:
-        out = out[:1]
     return out.reshape(*shape[:-1], out.shape[-1])
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxlm.ops.row_product import dot_rows
+
 
 class NumberFormat(NamedTuple):
     """A target of quantization; a scale maps an operand's largest magnitude to `largest`."""
@@ -53,13 +55,20 @@ def dot_rounded(
     """Return the product of two operands that `rounded` gave, summed over `axes` of each."""
     (a_low, a_scale), (b_low, b_scale) = one, other
     is_integer = jnp.issubdtype(a_low.dtype, jnp.integer)
-    sums = jnp.int32 if is_integer else jnp.float32
-    dims = (tuple(axes[0]), tuple(axes[1])), ((), ())
-    out = lax.dot_general(a_low, b_low, dims, preferred_element_type=sums)
+    sums = jnp.dtype("int32" if is_integer else "float32")
+    out = _dot(a_low, b_low, (tuple(axes[0]), tuple(axes[1])), sums)
     a_scale, b_scale = a_scale.squeeze(tuple(axes[0])), b_scale.squeeze(tuple(axes[1]))
     a_scale = a_scale.reshape(*a_scale.shape, *(1 for _ in b_scale.shape))
     b_scale = b_scale.reshape(*(1 for _ in range(out.ndim - b_scale.ndim)), *b_scale.shape)
     return (out.astype(jnp.float32) * a_scale * b_scale).astype(result)
+
+
+def _dot(
+    a: Array, b: Array, axes: tuple[tuple[int, ...], tuple[int, ...]], sums: jnp.dtype
+) -> Array:
+    if a.ndim == b.ndim == 2 and axes[0] == (1,):
+        return dot_rows(a, b, 1 if axes[1] == (1,) else 0, sums)
+    return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=sums)
 
 
 def rounded(x: Array, format: NumberFormat, summed: Sequence[int]) -> tuple[Array, Array]:

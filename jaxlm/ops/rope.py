@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlm.core import backend
+
 
 def angles(
     positions: Int[Array, "B T"],
@@ -34,6 +36,9 @@ def angles(
         frequencies = jnp.where(is_beyond, longer, frequencies)
     turns = positions[..., None].astype(jnp.float32) * frequencies
     cosine, sine = jnp.cos(turns), jnp.sin(turns)
+    if backend.name() == "cpu":
+        # XLA would compute both in each of the four products of `rotate`, for every head.
+        cosine, sine = jax.lax.optimization_barrier((cosine, sine))
     return (cosine, sine) if amplitude == 1 else (amplitude * cosine, amplitude * sine)
 
 

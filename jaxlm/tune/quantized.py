@@ -15,6 +15,7 @@ from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.linear import LOGICAL_AXES, GroupedLinear, HeadLinear, Linear
 from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import stored_matmul
+from jaxlm.ops.row_product import decode_side, is_one_cpu
 from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.parallel.logical import mesh_axes
 from jaxlm.parallel.rules import constrain
@@ -127,11 +128,10 @@ class QuantizedLinear(StoredWeight, Linear):
             return super()._product(x)
         leading = x.shape[: x.ndim - len(self.ins)]
         if integer_product.is_integer(self.format):
-            leaves = _placed(self._leaves(), leaf_axes(self.format.base, *self.axes))
-            flat = {name: leaf.reshape(len(leaf), -1) for name, leaf in leaves.items()}
+            leaves = self._leaves() if self._side else self._flat_leaves()
             dtype = self.result or self.precision.activations
             x = x.reshape(*leading, -1)
-            y = integer_product.integer_product(x, flat, self.format, dtype)
+            y = integer_product.integer_product(x, leaves, self.format, dtype, self._side)
             return y.reshape(*leading, *self.outs)
         read = functools.partial(_values, self.format, self.ins, self.outs, self.axes)
         x = x.reshape(*leading, -1)
@@ -139,10 +139,18 @@ class QuantizedLinear(StoredWeight, Linear):
         return y.reshape(*leading, *self.outs)
 
     def relayout_for_decode(self) -> None:
-        """Read the codes once, unless products have integers: those read them as they are."""
+        """Read the codes once, or put them into the layout that products of integers read."""
         if not integer_product.is_integer(self.format):
             super().relayout_for_decode()
             self._drop_codes()
+        elif is_one_cpu() and decode_side() == 1:
+            for name, leaf in self._flat_leaves().items():
+                setattr(self, f"{self.weight_name}_{name}", nnx.Param(leaf.T))
+            self._side = 1
+
+    def _flat_leaves(self) -> dict[str, Array]:
+        leaves = _placed(self._leaves(), leaf_axes(self.format.base, *self.axes))
+        return {name: leaf.reshape(len(leaf), -1) for name, leaf in leaves.items()}
 
 
 class QuantizedHeadLinear(QuantizedLinear, HeadLinear):
@@ -254,8 +262,8 @@ class QuantizedEmbedding(StoredWeight, Embedding):
         """Return the dot products of `x` with every row, in float32: the tied output layer."""
         if not integer_product.is_integer(self.format):
             return super().unembed(x)
-        leaves = _transposed(_placed(self._leaves(), self._leaf_axes))
-        return integer_product.integer_product(x, leaves, self.format, jnp.dtype(jnp.float32))
+        leaves = _placed(self._leaves(), self._leaf_axes)
+        return integer_product.integer_product(x, leaves, self.format, jnp.dtype(jnp.float32), 1)
 
     def relayout_for_decode(self) -> None:
         """Read the codes once for the unembedding, unless its products have integers."""

@@ -1,0 +1,100 @@
+"""Products of a few rows: their values, the order of factors, and the layouts of codes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import backend
+from jaxlm.core.precision import Precision
+from jaxlm.generate import decode
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.ops import row_product
+from jaxlm.ops.row_product import dot_rows
+from jaxlm.tune import surgery
+from jaxlm.tune.config import Quantized
+from tests.models.parameters import draw_params
+
+INPUTS, OUTPUTS = 40, 24
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    """The program of a CPU with AMX, on any CPU."""
+    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset({backend.AMX, backend.VECTORS}))
+
+
+def operands(rows, dtype):
+    draw = np.random.default_rng(rows)
+    if dtype == "int8":
+        x, weight = draw.integers(-127, 128, (rows, INPUTS)), draw.integers(-127, 128, (40, 24))
+    else:
+        x, weight = draw.normal(size=(rows, INPUTS)), draw.normal(size=(INPUTS, OUTPUTS))
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+def program(rows, dtype, side):
+    sums = jnp.dtype("int32" if dtype == "int8" else "float32")
+    x, weight = operands(rows, dtype)
+    weight = weight.T if side else weight
+    return jax.jit(lambda x, weight: dot_rows(x, weight, side, sums)).lower(x, weight).compile()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("rows", "side"), [(1, 1), (3, 1), (3, 0), (1, 0), (200, 1)])
+def test_the_product_is_that_of_float64(rows, side, dtype, amx):
+    x, weight = operands(rows, dtype)
+    out = program(rows, dtype, side)(x, weight.T if side else weight)
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
+    assert out.shape == exact.shape
+    np.testing.assert_allclose(out, exact, atol=0 if dtype == "int8" else 1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_few_rows_are_the_second_factor_where_a_cpu_has_amx(dtype, amx, monkeypatch):
+    """XLA copies the second factor into tiles; it may not swap the factors again."""
+
+    def shape(rows, side=1):
+        text = program(rows, dtype, side).as_text()
+        return re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
+
+    assert shape(3) == f"{OUTPUTS},3"
+    assert shape(1) == f"{OUTPUTS},2", "one row is duplicated"
+    assert shape(3, side=0) == f"3,{OUTPUTS}"
+    assert shape(row_product.FEW_ROWS + 1) == f"{row_product.FEW_ROWS + 1},{OUTPUTS}"
+    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset())
+    assert shape(3) == f"3,{OUTPUTS}"
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_a_token_loop_reads_codes_as_they_lie_in_memory(scheme, amx):
+    """The logits have the same bits, and no code is copied for a token."""
+    family = Llama(vocab=64, width=16, depth=1, heads=2, kv_heads=2, tied=True)
+    plain = Blueprint(family.build(), Precision.float32())
+    at = ("*/attention/*", "*/mlp/*", "embedding/*")
+    surgeon = surgery.quantization(Quantized(base=scheme, block="all", at=at))
+    stored = Blueprint(family.build(), Precision.float32(), surgery=surgeon)
+    codes = surgery.adapted_params(plain, surgeon, draw_params(plain), jax.random.key(0))
+    ids = jnp.arange(3, dtype=jnp.int32)[:, None]
+
+    def logits(model):
+        def step(number, before):
+            cache = model.empty_cache(3, 8)
+            tokens = (ids + number) % 64
+            hidden = model.hidden(tokens, positions=jnp.zeros_like(ids), cache=cache)
+            return before + model.logits(hidden.values)
+
+        return jax.lax.fori_loop(0, 4, step, jnp.zeros((3, 1, 64)))
+
+    prepare, merge = decode.weight_layout(stored.merge)
+    ready = jax.jit(prepare)(codes)
+    loop = jax.jit(lambda ready: logits(merge(ready)))
+    np.testing.assert_array_equal(
+        loop(ready), jax.jit(lambda params: logits(stored.merge(params)))(codes)
+    )
+    text = loop.lower(ready).compile().as_text()
+    assert not re.search(r" = [su]8\[(16,64|64,16)\]\S* (transpose|copy)\(", text)
+    assert not re.search(r" = s32\[(16,64|64,16)\]", text), "nor is it converted"
