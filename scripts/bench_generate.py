@@ -8,7 +8,6 @@ Both compile or warm up before they are timed.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -24,35 +23,37 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from bench_engine import Words
 from opened import opened
 
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
-from jaxlm.generate import decode, sampling
+from jaxlm.generate.batch import MAX_CHUNK
+from jaxlm.generate.engine import Engine, EngineSettings
+from jaxlm.generate.requests import Request
+from jaxlm.generate.rows import Sampling
 
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
 
 def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
-    """jaxlm, with products of operands in `compute`."""
+    """The engine of `jaxlm generate`, with products of operands in `compute`."""
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
-    draw = functools.partial(sampling.draw, temperature=0.0)
-    parts = decode.build(blueprint.merge, draw, max_tokens=count, ends=(), pad=0).compiled()
-    ready = parts.prepare(params)  # once, as a model is read once on the other side
-    rows, length = prompts.shape
-    keys = jax.random.split(jax.random.key(0), rows)
+    count_all = prompts.shape[1] + count
+    settings = EngineSettings(rows=len(prompts), context=count_all, chunk=min(MAX_CHUNK, count_all))
+    engine = Engine(blueprint, params, Words(blueprint.config.vocab), settings)
+    greedy = Sampling(temperature=0.0)
+    requests = [
+        Request(ids=tuple(ids), max_tokens=count, sampling=greedy) for ids in prompts.tolist()
+    ]
 
     def run() -> np.ndarray:
-        state = parts.start(ready, jnp.asarray(prompts), jnp.full((rows,), length), keys)
-        state = parts.decode_until(ready, state, keys, jnp.int32(count))
-        return np.asarray(decode.collect(state).ids)
+        return np.asarray([each.ids for each in engine.complete(requests)])
 
     return run
 

@@ -41,14 +41,11 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     one, if there are few rows: with AMX that takes 0.4 to 0.9 of the time (Intel, jax 0.10 and
     0.12, 2 to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8).
 
-    One row is duplicated if that is faster than XLA's loop for one: the time of two is a seventh in
-    bfloat16 and in int8, and two thirds in float32 with the weight first.
+    One row is duplicated, except in float32: XLA's loop for one takes seven times as long as two.
     """
-    is_first = side == 1 and x.dtype in FIRST and _is_weight_first(len(x))
-    is_slow = is_first or x.dtype != jnp.float32
-    if is_single := len(x) == 1 and is_slow and is_one_cpu():
+    if is_single := len(x) == 1 and x.dtype != jnp.float32 and is_one_cpu():
         x = jnp.broadcast_to(x, (2, *x.shape[1:]))
-    if is_first:
+    if side == 1 and x.dtype in FIRST and _is_weight_first(len(x)):
         # XLA would merge transposes into the product, of the result too: the factors swapped again.
         weight = lax.optimization_barrier(weight)
         out = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=sums)
@@ -59,4 +56,4 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
 
 
 def _is_weight_first(rows: int) -> bool:
-    return rows <= FEW_ROWS and is_one_cpu() and backend.AMX in backend.cpu_units()
+    return 1 < rows <= FEW_ROWS and is_one_cpu() and backend.AMX in backend.cpu_units()
