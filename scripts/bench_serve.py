@@ -19,6 +19,7 @@ import time
 import urllib.parse
 from typing import Any, NamedTuple
 
+PAUSE_SECONDS = 3  # some servers poll for a while after a request
 WORDS = "the of and to in is for that with on as are by this from or at be an it".split()
 
 
@@ -117,6 +118,7 @@ def main() -> None:
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for turn in range(args.turns):
         for name, url in servers.items():
+            time.sleep(PAUSE_SECONDS)
             figures[name].append(load(url, args, turn))
             shown = "  ".join(f"{key} {value:.4g}" for key, value in figures[name][-1].items())
             print(f"turn {turn + 1}  {name:<12} {shown}", flush=True)

@@ -43,7 +43,7 @@ from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.parallel import rules
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
-TICK_CHUNKS = 2  # between two tokens of a stream
+TICK_CHUNKS = 1  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
 STOP_PASSES = 8  # of a call if a row has a stop, which the device does not know
 MEASURED_PASSES = 8  # to compare the time of passes with guesses and without

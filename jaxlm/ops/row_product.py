@@ -1,4 +1,4 @@
-"""The product of rows with a weight, in the order of factors and of memory that is fast on a CPU."""
+"""The product of rows with a weight, in the order of factors that is fast on a CPU."""
 
 from typing import Literal
 

@@ -97,4 +97,4 @@ def test_a_token_loop_reads_codes_as_they_lie_in_memory(scheme, amx):
     )
     text = loop.lower(ready).compile().as_text()
     assert not re.search(r" = [su]8\[(16,64|64,16)\]\S* (transpose|copy)\(", text)
-    assert not re.search(r" = s32\[(16,64|64,16)\]", text), "nor is it converted"
+    assert not re.search(r" = s32\[(16,64|64,16)\]", text), "it is not converted"
