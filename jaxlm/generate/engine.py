@@ -43,7 +43,6 @@ from jaxlm.models.config import EncoderDecoderConfig
 from jaxlm.parallel import rules
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
-TICK_CHUNKS = 1  # between two tokens of a stream
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
 STOP_PASSES = 8  # of a call if a row has a stop, which the device does not know
 MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
@@ -74,7 +73,7 @@ class EngineSettings:
 class Engine:
     """Slots of one KV cache with a static number of rows, and the requests in them.
 
-    A tick admits requests into free slots, reads a few chunks of prompts, draws one token for all
+    A tick admits requests into free slots, reads a chunk of a prompt, draws one token for all
     rows, and delivers. One thread calls `tick`, and must be the same for all ticks; other
     threads call `submit` and `cancel`.
 
@@ -320,10 +319,10 @@ class Engine:
             if self.failure is not None:
                 raise self.failure
 
-    def tick(self, chunks: int = TICK_CHUNKS, passes: int = 1) -> None:
+    def tick(self, chunks: int = 1, passes: int = 1) -> None:
         """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
 
-        With more `passes`, draw up to as many tokens in one call of the device, until a slot is
+        A stream waits for them between two of its tokens. With more `passes`, draw up to as many tokens in one call of the device, until a slot is
         free for a request that waits. All prompts should be read then: the others wait. While a
         row has a grammar there is one pass: the grammar needs each token before the next.
 

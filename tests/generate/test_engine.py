@@ -287,6 +287,21 @@ def test_a_call_of_many_passes_ends_when_a_slot_is_free_for_a_request_that_waits
     assert sum(len(each.ids) for each in deltas) == sum(lengths)
 
 
+def test_a_stream_waits_for_one_chunk_of_other_prompts_between_two_tokens(engine):
+    """With 8 clients two chunks made longer gaps and drew fewer tokens (scripts/LOG.md)."""
+    engine.submit(Request(ids=(50,), max_tokens=8, seed=3), lambda delta: None)
+    for seed in range(2):
+        ids = tuple(range(60 + seed, 85 + seed))
+        engine.submit(Request(ids=ids, max_tokens=1, seed=seed), lambda delta: None)
+    counts = []
+    while not engine.is_idle:
+        before = engine.counters.chunks, engine.counters.passes
+        engine.tick()
+        counts.append((engine.counters.chunks - before[0], engine.counters.passes - before[1]))
+    assert counts[:4] == [(1, 1)] * 4, "more may be kept from other tests"
+    assert all(chunks <= 1 and passes == 1 for chunks, passes in counts)
+
+
 def test_a_text_ends_before_its_stop_and_no_delta_has_a_part_of_it(engine):
     whole = engine.complete([request(5, max_tokens=12, sampling=Sampling(temperature=0))])[0]
     raw = b"".join(TOKENIZER.table[each] for each in whole.ids)
