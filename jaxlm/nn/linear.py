@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlm.nn.init import Initializer
-from jaxlm.ops.integer_product import qat_matmul
+from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import grouped_matmul, matmul
 from jaxlm.ops.row_product import Side, decode_layout
 from jaxlm.parallel.rules import constrain
@@ -72,11 +72,17 @@ class Linear(nnx.Module):
     def relayout_for_decode(self) -> None:
         """Cast the weight to the compute dtype, in the layout fastest for a few rows.
 
-        A weight that its products round keeps its dtype.
+        A weight that its products round is rounded once, as a stored one; those of integers round
+        it in each call.
         """
+        flat = self._flat()
         if self.precision.qat != "none":
-            return
-        flat, self._side = decode_layout(self._flat().astype(self.precision.compute), 0)
+            format = integer_product.FORMATS[self.precision.qat]
+            if integer_product.is_integer(format):
+                return
+            flat = format.dequantize(format.quantize(flat), len(flat))
+            self.precision = self.precision.exact
+        flat, self._side = decode_layout(flat.astype(self.precision.compute), 0)
         self.weight = nnx.Param(flat)
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
@@ -92,7 +98,7 @@ class Linear(nnx.Module):
         if self.precision.qat == "none":
             y = matmul(x, weight, self.precision, self.result, self._side)
         else:
-            y = qat_matmul(x, weight, self.precision, self.result)
+            y = integer_product.qat_matmul(x, weight, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
 
     def _flat(self) -> Float[Array, "I O"]:
