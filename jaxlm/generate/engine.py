@@ -322,9 +322,10 @@ class Engine:
     def tick(self, chunks: int = 1, passes: int = 1) -> None:
         """Admit, read at most some chunks of prompts, draw a token for each row, deliver.
 
-        A stream waits for them between two of its tokens. With more `passes`, draw up to as many tokens in one call of the device, until a slot is
-        free for a request that waits. All prompts should be read then: the others wait. While a
-        row has a grammar there is one pass: the grammar needs each token before the next.
+        A stream waits for these chunks between two of its tokens. With more `passes`, draw up to as
+        many tokens in one call of the device, until a slot is free for a request that waits. All
+        prompts should be read then: the others wait. While a row has a grammar there is one pass:
+        the grammar needs each token before the next.
 
         If a pass raises an exception, all requests in slots end with `error`, and the slots are
         made again; a second exception is raised.

@@ -41,7 +41,7 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     one, if there are few rows: with AMX that takes 0.4 to 0.9 of the time (Intel, jax 0.10 and
     0.12, 2 to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8).
 
-    One row is duplicated, except in float32: XLA's loop for one takes seven times as long as two.
+    One row is duplicated: XLA's loop for one takes seven times as long as two, but for float32.
     """
     if is_single := len(x) == 1 and x.dtype != jnp.float32 and is_one_cpu():
         x = jnp.broadcast_to(x, (2, *x.shape[1:]))
