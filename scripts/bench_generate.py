@@ -26,12 +26,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import numpy as np
 import torch
 import transformers
-from bench_engine import Words
 from opened import opened
 
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
+from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate.batch import MAX_CHUNK
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Request
@@ -40,13 +40,21 @@ from jaxlm.generate.rows import Sampling
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
 
+class Text(Bytes):
+    """Every id is text, so that any may be drawn, as on the other side."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.table = [b"w "] * size
+
+
 def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
     """The engine of `jaxlm generate`, with products of operands in `compute`."""
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
     count_all = prompts.shape[1] + count
     settings = EngineSettings(rows=len(prompts), context=count_all, chunk=min(MAX_CHUNK, count_all))
-    engine = Engine(blueprint, params, Words(blueprint.config.vocab), settings)
+    engine = Engine(blueprint, params, Text(blueprint.config.vocab), settings)
     greedy = Sampling(temperature=0.0)
     requests = [
         Request(ids=tuple(ids), max_tokens=count, sampling=greedy) for ids in prompts.tolist()
