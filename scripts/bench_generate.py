@@ -32,7 +32,6 @@ from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
 from jaxlm.data.tokenizer import Bytes
-from jaxlm.generate.batch import MAX_CHUNK
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Request
 from jaxlm.generate.rows import Sampling
@@ -52,8 +51,7 @@ def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Gener
     """The engine of `jaxlm generate`, with products of operands in `compute`."""
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
-    count_all = prompts.shape[1] + count
-    settings = EngineSettings(rows=len(prompts), context=count_all, chunk=min(MAX_CHUNK, count_all))
+    settings = EngineSettings(rows=len(prompts), context=prompts.shape[1] + count)
     engine = Engine(blueprint, params, Text(blueprint.config.vocab), settings)
     greedy = Sampling(temperature=0.0)
     requests = [

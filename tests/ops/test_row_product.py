@@ -30,10 +30,10 @@ def amx(monkeypatch):
 def operands(rows, dtype):
     draw = np.random.default_rng(rows)
     if dtype == "int8":
-        x, weight = draw.integers(-127, 128, (rows, INPUTS)), draw.integers(-127, 128, (40, 24))
+        draws = (draw.integers(-127, 128, shape) for shape in ((rows, INPUTS), (INPUTS, OUTPUTS)))
     else:
-        x, weight = draw.normal(size=(rows, INPUTS)), draw.normal(size=(INPUTS, OUTPUTS))
-    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+        draws = (draw.normal(size=shape) for shape in ((rows, INPUTS), (INPUTS, OUTPUTS)))
+    return tuple(jnp.asarray(each, dtype) for each in draws)
 
 
 def program(rows, dtype, side):
@@ -69,8 +69,20 @@ def test_few_rows_are_the_second_factor_where_a_cpu_has_amx(dtype, amx, monkeypa
     assert shape(3) == f"3,{OUTPUTS}"
 
 
+def test_other_devices_keep_the_rows_first_on_a_host_with_amx(amx):
+    x, weight = operands(3, "float32")
+
+    def traced():
+        made = jax.make_jaxpr(lambda x, weight: dot_rows(x, weight, 1, jnp.dtype("float32")))
+        return str(made(x, weight.T))
+
+    assert "optimization_barrier" in traced()
+    with backend.compiling_for("tpu"):
+        assert "optimization_barrier" not in traced()
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
-def test_a_token_loop_reads_codes_as_they_lie_in_memory(scheme, amx):
+def test_a_token_loop_copies_no_codes(scheme, amx):
     """The logits have the same bits, and no code is copied for a token."""
     family = Llama(vocab=64, width=16, depth=1, heads=2, kv_heads=2, tied=True)
     plain = Blueprint(family.build(), Precision.float32())
