@@ -12,6 +12,7 @@ from typing import Literal
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
+Dtype = Literal["float32", "bfloat16", "float16"]
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
@@ -46,7 +47,7 @@ def _shown(path: Path) -> frozenset[str]:
     return frozenset()
 
 
-def fastest_dtype() -> Literal["float32", "bfloat16", "float16"]:
+def fastest_dtype() -> Dtype:
     """Return the dtype of matrix operands that this backend has units for: bfloat16 if it can.
 
     A GPU has units for bfloat16 from compute capability 8.0 on, and for float16 from 7.0 on (CUDA C
@@ -60,6 +61,17 @@ def fastest_dtype() -> Literal["float32", "bfloat16", "float16"]:
     if name() == "gpu" and re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 8:
         return "float16" if float(capability) >= 7 else "float32"
     return "bfloat16"
+
+
+def cached_dtype(compute: Dtype, *, is_cpu: bool) -> Dtype:
+    """Return the dtype of a KV cache, and of the operands of attention over it.
+
+    It is `compute`, the dtype of matrix operands, and on a CPU float32, the dtype of activations
+    there. If this machine's CPU has AMX, XLA has a fast batched product of bfloat16; otherwise it
+    would convert the whole cache for each token.
+    """
+    is_fast = compute == "bfloat16" and AMX in cpu_units()
+    return "float32" if is_cpu and not is_fast else compute
 
 
 def keep_freed_memory() -> bool:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,12 @@ class Precision:
     def activations(self) -> jnp.dtype:
         """Dtype of activations: `compute`; float32 on CPUs, where fewer bits pay in products."""
         return jnp.dtype(jnp.float32) if backend.name() == "cpu" else self.compute
+
+    @property
+    def cached(self) -> jnp.dtype:
+        """Dtype of a KV cache, and of the operands of attention over it."""
+        compute = cast(backend.Dtype, self.compute.name)
+        return jnp.dtype(backend.cached_dtype(compute, is_cpu=backend.name() == "cpu"))
 
     @property
     def is_scaled(self) -> bool:

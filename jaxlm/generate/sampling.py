@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxlm.ops import gumbel
+
 EXCLUDED = -jnp.inf
 
 
@@ -63,8 +65,7 @@ def with_noise(logits: Float[Array, "B V"], keys: Array) -> Float[Array, "B V"]:
 
     It is the draw of `jax.random.categorical` with that key.
     """
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
-    return noise + logits
+    return gumbel.noise(keys, logits.shape[1]) + logits
 
 
 def filter_logits(

@@ -293,14 +293,14 @@ class Backbone(nnx.Module):
 
         Args:
           rows, slots: number of sequences, and their largest length.
-          is_int8: store int8; the default is the dtype of activations.
+          is_int8: store int8; the default is `Precision.cached`.
           spare: the last tokens written at a time that may be written again, see
             `LayerCache.empty`.
           block: slots of a block; layers without a window, virtual tokens and biases are a
             `BlockedCache`. By default (None) no layer is.
         """
         config = self.config
-        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
+        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.cached
 
         def empty(layer: BlockConfig) -> AnyCache:
             return layer_cache(layer, (rows, slots, spare, self.leading), dtype, block)

@@ -208,7 +208,7 @@ class Decoder(Backbone, Unembedder):
 
         Args: as in `Backbone.empty_cache`; virtual tokens are not read by heads.
         """
-        sizes, dtype = (rows, slots, spare, 0), self.precision.activations
+        sizes, dtype = (rows, slots, spare, 0), self.precision.cached
         return tuple(
             backbone.layer_cache(layer, sizes, dtype, block) for layer in self.config.heads
         )

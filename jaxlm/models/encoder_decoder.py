@@ -125,10 +125,10 @@ class EncoderDecoder(nnx.Module, Unembedder):
         Args:
           source, segments: ids that the encoder reads, and their documents.
           slots: as in `Backbone.empty_cache`.
-          is_int8: round keys and values of tokens to int8; the source's have activations' dtype.
+          is_int8: round keys and values of tokens to int8; the source's have `Precision.cached`.
         """
         layers = self.decoder.stack.cross_kv(self.encode(source, segments).values)
-        cross = jax.tree.map(lambda x: x.astype(self.precision.activations), layers)
+        cross = jax.tree.map(lambda x: x.astype(self.precision.cached), layers)
         cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8)
         return cache._replace(source=CrossKV(cross, segments))
 

@@ -174,9 +174,7 @@ class AttentionBase(nnx.Module):
 
     @property
     def _cache_precision(self) -> Precision:
-        # A cache has the dtype of activations. To cast it for every token costs more on CPU
-        # than it saves, and XLA has no batched product of bfloat16 there (jax 0.12).
-        return dataclasses.replace(self.precision, compute=self.precision.activations)
+        return dataclasses.replace(self.precision, compute=self.precision.cached)
 
     def _attend(
         self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool

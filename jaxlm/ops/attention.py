@@ -20,7 +20,14 @@ from jaxlm.core import backend
 from jaxlm.core.nearest import divisors
 from jaxlm.core.precision import Precision
 from jaxlm.ops.cudnn import cudnn
-from jaxlm.ops.flash import blockwise, by_head, by_token, product, ring_attention
+from jaxlm.ops.flash import (
+    blockwise,
+    by_head,
+    by_token,
+    product,
+    query_product,
+    ring_attention,
+)
 from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.matmul import transposed
@@ -117,7 +124,7 @@ def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[
 
     JAX's own transpose would multiply the float32 cotangent.
     """
-    return product("bkgtc,bkcs->bkgts", x, y)
+    return query_product("bkgtc,bkcs->bkgts", x, y)
 
 
 def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:

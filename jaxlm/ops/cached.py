@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
-from jaxlm.ops.flash import by_head, by_token, product
+from jaxlm.ops.flash import by_head, by_token, query_product
 from jaxlm.ops.masks import HIDDEN, Mask
 
 # Keys [B, S, K, H], values [B, S, K, U] and indices [1, S] of a block, by its number.
@@ -50,7 +50,7 @@ def blocked_attention(
         key, value, index = read(number)
         q_bkgth = by_head((query * scale).astype(low), key)
         k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
-        scores_bkgts = product("bkgth,bksh->bkgts", q_bkgth, k_bksh)
+        scores_bkgts = query_product("bkgth,bksh->bkgts", q_bkgth, k_bksh)
         if softcap is not None:
             scores_bkgts = softcap * jnp.tanh(scores_bkgts / softcap)
         visible = dataclasses.replace(mask, key_index=index).materialize()[:, None, None]
@@ -59,7 +59,7 @@ def blocked_attention(
         if state is not None:
             peak_bkgt = jnp.maximum(state[1], peak_bkgt)
         weights_bkgts = jnp.exp(scores_bkgts - peak_bkgt[..., None])
-        out = product("bkgts,bksu->bkgtu", weights_bkgts.astype(low), v_bksu)
+        out = query_product("bkgts,bksu->bkgtu", weights_bkgts.astype(low), v_bksu)
         total = weights_bkgts.sum(-1)
         if state is not None:
             decay = jnp.exp(state[1] - peak_bkgt)

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
+from jaxlm.ops.flash import query_product
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 6
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 0, 0, 0]], np.int32)
@@ -112,3 +114,35 @@ def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
     np.testing.assert_allclose(np.unique(dropped[:, 0]), [0.0, 2.0])
     np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.05)
     assert len(np.unique(dropped[:, -1])) > 64
+
+
+@pytest.mark.parametrize(
+    ("platform", "groups", "queries", "dtype", "rows"),
+    [
+        ("cpu", 1, 1, "bfloat16", 2),
+        ("cpu", 3, 1, "bfloat16", 3),
+        ("cpu", 1, 1, "float32", 1),
+        ("gpu", 1, 1, "bfloat16", 1),
+    ],
+)
+def test_one_query_of_bfloat16_comes_twice_on_a_cpu(platform, groups, queries, dtype, rows):
+    key = jax.random.normal(jax.random.key(0), (2, 3, 128, 64), dtype)
+    query = jax.random.normal(jax.random.key(1), (2, 3, groups, queries, 64), dtype)
+
+    def product(query, key):
+        return query_product("bkgth,bksh->bkgts", query, key)
+
+    with backend.compiling_for(platform):
+        program = str(jax.make_jaxpr(product)(query, key))
+    assert rows in (int(n) * groups for n in re.findall(rf"\[2,3,{groups},(\d+),128\]", program))
+    scores = product(query, key)
+    expected = np.einsum("bkgth,bksh->bkgts", *(np.asarray(x, np.float64) for x in (query, key)))
+    assert scores.shape == expected.shape
+    np.testing.assert_allclose(scores, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_no_cache_of_bfloat16_is_converted_for_one_query():
+    query, key = (jax.ShapeDtypeStruct((2, 3, *n, 64), jnp.bfloat16) for n in ((1, 1), (128,)))
+    program = jax.jit(lambda q, k: query_product("bkgth,bksh->bkgts", q, k)).lower(query, key)
+    is_converted = "f32[2,3,128,64]" in program.compile().as_text()
+    assert not is_converted or backend.AMX not in backend.cpu_units()

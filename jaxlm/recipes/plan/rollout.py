@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxlm.core import backend
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import model_cost
@@ -70,12 +71,12 @@ def forecast(
     samples, ways = run.train.batch * run.rl.updates, logical.ways(sizes, "batch")
     slots = math.ceil(run.rl.slots_of(run.train.batch) / ways) * ways
     item = ITEM_BYTES[run.precision.compute_dtype]
-    # A CPU keeps activations in float32 in every dtype, and so the cache.
-    cached = ITEM_BYTES["float32"] if machine.chip.name == "cpu" else item
+    is_cpu = machine.chip.name == "cpu"
+    cached = ITEM_BYTES[backend.cached_dtype(run.precision.compute_dtype, is_cpu=is_cpu)]
     row = model_cost.cache_bytes(decoder, run.data.sequence, element_bytes=cached)
     cache = row * slots / ways / logical.ways(sizes, "kv_heads")
     numbers = held["parameters"] / ITEM_BYTES[run.precision.params]
-    weights = numbers * item if machine.chip.name == "cpu" else 0.0
+    weights = numbers * item if is_cpu else 0.0
     length, new = run.data.sequence, run.rl.max_tokens
     prompt = length - new
     passes = math.ceil(samples / slots) * new
@@ -85,7 +86,7 @@ def forecast(
     hidden = model_cost.flops_per_token(decoder, length, causal=True, has_logits=False) / 3
     compute = (hidden * rows * prompt + whole * passes * slots) / (machine.devices * peak)
     scored = (hidden * prompt + whole * new) * samples / (machine.devices * peak)
-    if machine.chip.name == "cpu":
+    if is_cpu:
         speed = machine.devices * machine.chip.flops["float32"]
         keys = prompt + new // 2
         begun = cpu_work.forward(decoder, prompt) * rows * prompt

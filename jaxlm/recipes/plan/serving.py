@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from typing import Any, Literal
 
+from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.generate.config import GUESSES
@@ -244,11 +245,10 @@ def _cache_bytes(
       decoder: its model.
       tokens: slots of a layer without a window.
       spare: guesses at a time.
-      is_cpu: a CPU keeps activations in float32 in every dtype, and so the cache, whose blocks have
-        no room for guesses beyond the end of a text.
+      is_cpu: the blocks of a CPU's cache have no room for guesses beyond the end of a text.
       is_int8: it has numbers of int8, and a float32 scale for each head's key and value.
     """
-    each = ITEM_BYTES["float32" if is_cpu else run.precision.compute_dtype]
+    each = ITEM_BYTES[backend.cached_dtype(run.precision.compute_dtype, is_cpu=is_cpu)]
     each, scale = (1, ITEM_BYTES["float32"]) if is_int8 else (each, 0)
     slots = tokens if is_cpu else tokens + spare
     return float(
