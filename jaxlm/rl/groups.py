@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxlm.objectives.config import Sampling
+from jaxlm.objectives.policy_config import Truncated
 from jaxlm.ops.advantage import advantages, is_dead
 from jaxlm.rl.scoring import ScoredSamples, mean
 
@@ -24,11 +25,8 @@ class Groups(NamedTuple):
     @property
     def rewards(self) -> Float[np.ndarray, "P S"]:
         """The reward of each sample; NaN if it has none, or was cut and is masked."""
-        rewards = self.scored.rewards
-        if self.objective.truncated == "mask":
-            is_cut = np.array([each.reason == "length" for each in self.scored.samples])
-            rewards = np.where(is_cut, np.nan, rewards)
-        return rewards.reshape(-1, self.samples)
+        reasons = [each.reason for each in self.scored.samples]
+        return by_group(self.scored.rewards, reasons, self.samples, self.objective.truncated)
 
     def redrawn(self, redraw: Redraw, most: int) -> tuple["Groups", int]:
         """Return groups of other prompts in place of those without a gradient, and how many.
@@ -64,3 +62,15 @@ class Groups(NamedTuple):
             "reward_std": mean(np.array([group.std() for group in known if len(group)])),
             "dead_groups": float(is_dead(rewards).mean()),
         }
+
+
+def by_group(
+    rewards: Float[np.ndarray, "N"], reasons: Sequence[str], samples: int, truncated: Truncated
+) -> Float[np.ndarray, "P S"]:
+    """Return the reward of each sample of a prompt; NaN if it has none, or was cut and is masked.
+
+    `reasons` are those for which each sample ended, and `samples` is the number of a prompt.
+    """
+    if truncated == "mask":
+        rewards = np.where(np.array([each == "length" for each in reasons]), np.nan, rewards)
+    return rewards.reshape(-1, samples)

@@ -26,11 +26,13 @@ from jaxlm.data.loader import Loader, with_values
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.prompts import ONE_PROMPT
 from jaxlm.objectives.config import Distill, Sampling
+from jaxlm.ops.advantage import is_dead
 from jaxlm.recipes import setup
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
+from jaxlm.recipes.train.records import ROLLOUTS
 from jaxlm.recipes.train.rescoring import Rescorer
-from jaxlm.rl.groups import Groups
+from jaxlm.rl.groups import Groups, by_group
 from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.rollout import DrawnSample, Weighted, as_rows, empty_last, root_key, row_keys
 from jaxlm.rl.scoring import PromptScorer, Samplers, ScoredSamples, mean
@@ -162,6 +164,7 @@ class Rollouts(contextlib.ExitStack):
         rl, size = self._run.rl, self._run.train.batch
         self._wait()
         self._drawings = self._resumed(start, skips)
+        self._dead = self._dead_before(start)
         noted = min(self._drawings, default=None) if start % rl.steps else None
         for step in itertools.count(start):
             number = loaders.batch_number(step, skips)
@@ -185,6 +188,30 @@ class Rollouts(contextlib.ExitStack):
         rollout, part = divmod(number, self._run.rl.steps)
         stop = rollout + self._run.rl.lag + bool(part)
         return {each: _done(self._stored(each, start)) for each in range(rollout, stop)}
+
+    def _dead_before(self, start: int) -> int:
+        """Return the number of rollouts in a row before a step whose groups are all dead.
+
+        They are counted by the samples in the run directory, so that a run which resumes ends where
+        one that was not stopped does.
+        """
+        path, processes = self._context.directory.path / ROLLOUTS, self._context.processes
+        count = 0
+        if start and processes.peers.is_first and path.is_file():
+            lines = path.read_bytes().splitlines()
+            newest = itertools.groupby(map(json.loads, reversed(lines)), lambda each: each["step"])
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # damaged
+                for _, records in newest:
+                    if count == self._run.guard.budget or not self._is_dead([*records][::-1]):
+                        break
+                    count += 1
+        return int(processes.share("dead_rollouts", count))
+
+    def _is_dead(self, records: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether all groups of the samples of a rollout are dead, see `Groups`."""
+        rewards = np.array([each["reward"] for each in records], np.float64)  # without one NaN
+        reasons, truncated = [each["reason"] for each in records], self._objective.truncated
+        return bool(is_dead(by_group(rewards, reasons, self._run.rl.samples, truncated)).all())
 
     def _draw_ahead(self, rollout: int, step: int) -> None:
         """Begin to draw a rollout that is trained on from a step, and those `rl.lag` ahead."""

@@ -331,6 +331,10 @@ def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path
     steps = [each for each in records(tmp_path / "a") if each["split"] == "train"]
     assert [each["dead_groups"] for each in steps] == [1.0] * len(steps)
     assert all(each["tokens"] == 0 for each in steps)
+    assert train(config, tmp_path / "parts", *flags, "--stop_at=1") == 0
+    assert train(config, tmp_path / "parts", *flags) == 79
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(tmp_path / "parts", name) == records(tmp_path / "a", name)
 
 
 def bare(**settings):
@@ -390,6 +394,43 @@ def test_rollouts_without_a_gradient_end_a_run_if_they_are_in_a_row():
         rollouts._count_dead(each, 1)
     with pytest.raises(Diverged, match="in 3 rollouts in a row"):
         rollouts._count_dead(dead, 6)
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (2, "those of steps 5 and 7; a cut sample of step 3 has another reward"),
+        (0, "a damaged line"),
+        (0, "another number of samples"),
+        (0, "no file"),
+        (0, "the start of a run"),
+    ],
+)
+def test_a_run_that_resumes_counts_the_rollouts_before_it(tmp_path, count, why):
+    """`truncated` is `score`: a cut sample counts."""
+    rollouts, path = bare(samples=2), tmp_path / "rollouts.jsonl"
+    noted = {
+        3: ((1, "stop"), (0, "length")),
+        5: ((1, "stop"), (1, "stop")),
+        7: 2 * ((None, "stop"),),
+    }
+    lines = [
+        json.dumps({"step": step, "reward": reward, "reason": reason}) + "\n"
+        for step, samples in noted.items()
+        for reward, reason in samples
+    ]
+    if why == "another number of samples":
+        del lines[-1]
+    if why == "a damaged line":
+        lines[-1] = "{\n"
+    if why != "no file":
+        path.write_text("".join(lines))
+    processes = types.SimpleNamespace(
+        peers=types.SimpleNamespace(is_first=True), share=lambda name, value: value
+    )
+    directory = types.SimpleNamespace(path=tmp_path)
+    rollouts._context = types.SimpleNamespace(directory=directory, processes=processes)
+    assert rollouts._dead_before(0 if why == "the start of a run" else 8) == count
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
