@@ -7,6 +7,7 @@ import functools
 import platform as host
 import re
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -67,11 +68,17 @@ def cached_dtype(compute: Dtype, *, is_cpu: bool) -> Dtype:
     """Return the dtype of a KV cache, and of the operands of attention over it.
 
     It is `compute`, the dtype of matrix operands, and on a CPU float32, the dtype of activations
-    there. If this machine's CPU has AMX, XLA has a fast batched product of bfloat16; otherwise it
-    would convert the whole cache for each token.
+    there. If this machine's CPU has AMX, XLA from jax 0.12 on multiplies and writes bfloat16;
+    otherwise it would convert the whole cache for each token.
     """
-    is_fast = compute == "bfloat16" and AMX in cpu_units()
+    is_fast = compute == "bfloat16" and AMX in cpu_units() and jax_version() >= (0, 12)
     return "float32" if is_cpu and not is_fast else compute
+
+
+@functools.cache
+def jax_version() -> tuple[int, ...]:
+    """Return the first two numbers of the version of JAX, without importing it."""
+    return tuple(map(int, metadata.version("jax").split(".")[:2]))
 
 
 def keep_freed_memory() -> bool:

@@ -90,7 +90,9 @@ class GenerateConfig:
         None, "what guesses tokens: lookup, heads or a run; no text depends on it"
     )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
-        "auto", "dtype of the KV cache; auto is the dtype of activations"
+        "auto",
+        "dtype of the KV cache; auto is precision.compute, or float32 on a CPU without AMX, and "
+        "on any CPU before jax 0.12",
     )
 
     json_schema: str | None = setting(None, "JSON schema that each text matches")

@@ -55,7 +55,7 @@ class ServeOptions:
       prefix_mib: MiB of beginnings of prompts that are kept for later requests; 0 keeps none.
       stall_seconds: time limit of a tick of the engine, after which the process ends.
       drain_seconds: time in which running requests may end after a SIGTERM.
-      kv_cache_dtype: `auto` for the dtype of activations, or `int8`.
+      kv_cache_dtype: as in `GenerateConfig`.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model.
       price: price of the device for an hour, for the cost of tokens; None prints no cost.
       draft: `lookup` guesses tokens from the text so far, `heads` those of the model's heads of

@@ -34,20 +34,22 @@ def test_activations_and_products_are_those_of_the_platform_that_a_program_is_fo
 
 
 @pytest.mark.parametrize(
-    ("platform", "units", "compute", "dtype"),
+    ("platform", "units", "version", "compute", "dtype"),
     [
-        ("cpu", {backend.AMX, backend.VECTORS}, "bfloat16", "bfloat16"),
-        ("cpu", {backend.VECTORS}, "bfloat16", "float32"),
-        ("cpu", {backend.AMX}, "float16", "float32"),
-        ("cpu", {backend.AMX}, "float32", "float32"),
-        ("gpu", set(), "bfloat16", "bfloat16"),
-        ("gpu", set(), "float16", "float16"),
+        ("cpu", {backend.AMX, backend.VECTORS}, (0, 12), "bfloat16", "bfloat16"),
+        ("cpu", {backend.AMX, backend.VECTORS}, (0, 10), "bfloat16", "float32"),
+        ("cpu", {backend.VECTORS}, (0, 12), "bfloat16", "float32"),
+        ("cpu", {backend.AMX}, (0, 12), "float16", "float32"),
+        ("cpu", {backend.AMX}, (0, 12), "float32", "float32"),
+        ("gpu", set(), (0, 10), "bfloat16", "bfloat16"),
+        ("gpu", set(), (0, 12), "float16", "float16"),
     ],
 )
 def test_a_cache_has_the_dtype_of_products_where_they_are_fast(
-    platform, units, compute, dtype, monkeypatch
+    platform, units, version, compute, dtype, monkeypatch
 ):
     monkeypatch.setattr(backend, "cpu_units", lambda: frozenset(units))
+    monkeypatch.setattr(backend, "jax_version", lambda: version)
     with backend.compiling_for(platform):
         assert Precision.of(PrecisionConfig(compute=compute)).cached == dtype
     assert backend.cached_dtype(compute, is_cpu=platform == "cpu") == dtype
