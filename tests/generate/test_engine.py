@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,23 @@ def test_each_program_that_reads_the_weights_is_compiled_once():
         jax.monitoring.unregister_event_duration_listener(add)
     for name in ("drawn_with", "score", "read"):
         assert compiled.count(f"jit({name})") == 1, compiled
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_no_pass_converts_a_cache(compute):
+    """XLA converts arrays for products, and for writes, that it has only in another dtype."""
+    config = Llama(vocab=TOKENIZER.size, width=128, depth=1, heads=2, kv_heads=2).build()
+    blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute=compute)))
+    settings = EngineSettings(rows=8, context=256)
+    engine = Engine(blueprint, draw_params(blueprint, std=0.1), TOKENIZER, settings)
+    engine.close()
+    caches = {leaf.shape for leaf in jax.tree.leaves(engine._state.cache.layers)}
+    assert caches == {(8, 2, 128, 64)}
+    programs = dict(engine._largest_calls())
+    for program in (engine.programs.draw, engine.programs.read):
+        text = program.lower(*programs[program]).compile().as_text()
+        assert "[8,2,128,64]" in text
+        assert not re.search(r"\[8,2,128,64\]\S* (convert|bitcast-convert)\(", text)
 
 
 def request(seed, **changes):
