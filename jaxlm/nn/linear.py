@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxlm.nn.init import Initializer
 from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import grouped_matmul, matmul
-from jaxlm.ops.row_product import Side, decode_layout
+from jaxlm.ops.row_product import Side, decode_layout, decode_side, is_one_cpu
 from jaxlm.parallel.rules import constrain
 
 LOGICAL_AXES = "logical_axes"
@@ -50,6 +50,9 @@ class Linear(nnx.Module):
     be split over its own mesh axis.
     """
 
+    codes: nnx.Param  # they and `scales` replace the weight, see `relayout_for_decode`
+    scales: nnx.Param
+
     def __init__(
         self,
         ins: dict[str, int],
@@ -66,19 +69,23 @@ class Linear(nnx.Module):
         self._side: Side = 0  # the input's axis of the flat weight
         flat = (math.prod(self.ins), math.prod(self.outs))
         weight = init.weight(key, flat).reshape(self.ins + self.outs)
-        self.weight = parameter(weight, *ins, *outs)
+        self.weight: Any = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
     def relayout_for_decode(self) -> None:
         """Cast the weight to the compute dtype, in the layout fastest for a few rows.
 
-        A weight that its products round is rounded once, as a stored one; those of integers round
-        it in each call.
+        A weight that its products round is rounded once, as a stored one; for products of integers
+        its codes and scales replace it.
         """
         flat = self._flat()
         if self.precision.qat != "none":
             format = integer_product.FORMATS[self.precision.qat]
             if integer_product.is_integer(format):
+                self._side = decode_side() if is_one_cpu() else 0
+                for name, leaf in format.quantize(flat).items():
+                    setattr(self, name, nnx.Param(leaf.T if self._side else leaf))
+                self.weight = None
                 return
             flat = format.dequantize(format.quantize(flat), len(flat))
             self.precision = self.precision.exact
@@ -91,10 +98,16 @@ class Linear(nnx.Module):
 
     def _product(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         leading = x.shape[: x.ndim - len(self.ins)]
+        x = x.reshape(*leading, -1)
+        if self.weight is None:
+            leaves = {"codes": self.codes[...], "scales": self.scales[...]}
+            format = integer_product.FORMATS[self.precision.qat]
+            dtype = self.result or self.precision.activations
+            y = integer_product.integer_product(x, leaves, format, dtype, self._side)
+            return y.reshape(*leading, *self.outs)
         weight = self.weight[...] if self._side else self._flat()
         if self._is_gathered:
             weight = constrain(weight, None, None)
-        x = x.reshape(*leading, -1)
         if self.precision.qat == "none":
             y = matmul(x, weight, self.precision, self.result, self._side)
         else:

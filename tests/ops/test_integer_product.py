@@ -65,9 +65,8 @@ def test_gradients_pass_the_rounding(scheme):
     np.testing.assert_allclose(weight_grad, x.T @ grad, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("scheme", ["w4a8", "int4"])
+@pytest.mark.parametrize("scheme", ["w4a8", "w8a8", "int4"])
 def test_a_model_that_is_trained_with_rounding_has_the_bits_of_the_stored_one(scheme):
     family = Llama(vocab=50, width=32, depth=1, heads=2, kv_heads=2, tied=False)
     precision = Precision.of(PrecisionConfig(qat=scheme))
