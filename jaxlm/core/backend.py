@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+
+from jaxlm.core.precision_config import Float
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
-Dtype = Literal["float32", "bfloat16", "float16"]
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
@@ -48,7 +48,7 @@ def _shown(path: Path) -> frozenset[str]:
     return frozenset()
 
 
-def fastest_dtype() -> Dtype:
+def fastest_dtype() -> Float:
     """Return the dtype of matrix operands that this backend has units for: bfloat16 if it can.
 
     A GPU has units for bfloat16 from compute capability 8.0 on, and for float16 from 7.0 on (CUDA C
@@ -64,7 +64,7 @@ def fastest_dtype() -> Dtype:
     return "bfloat16"
 
 
-def cached_dtype(compute: Dtype, *, is_cpu: bool) -> Dtype:
+def cached_dtype(compute: Float, *, is_cpu: bool) -> Float:
     """Return the dtype of a KV cache, and of the operands of attention over it.
 
     It is `compute`, the dtype of matrix operands, and on a CPU float32, the dtype of activations

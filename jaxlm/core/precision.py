@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core import backend
-from jaxlm.core.precision_config import PrecisionConfig, Products, Qat
+from jaxlm.core.precision_config import Float, PrecisionConfig, Products, Qat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Precision:
     @property
     def cached(self) -> jnp.dtype:
         """Dtype of a KV cache, and of the operands of attention over it."""
-        compute = cast(backend.Dtype, self.compute.name)
+        compute = cast(Float, self.compute.name)
         return jnp.dtype(backend.cached_dtype(compute, is_cpu=backend.name() == "cpu"))
 
     @property

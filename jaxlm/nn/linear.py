@@ -13,6 +13,7 @@ from jaxlm.nn.init import Initializer
 from jaxlm.ops import integer_product
 from jaxlm.ops.matmul import grouped_matmul, matmul
 from jaxlm.ops.row_product import Side, decode_layout, decode_side, is_one_cpu
+from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.parallel.rules import constrain
 
 LOGICAL_AXES = "logical_axes"
@@ -102,9 +103,7 @@ class Linear(nnx.Module):
         if self.weight is None:
             leaves = {"codes": self.codes[...], "scales": self.scales[...]}
             format = integer_product.FORMATS[self.precision.qat]
-            dtype = self.result or self.precision.activations
-            y = integer_product.integer_product(x, leaves, format, dtype, self._side)
-            return y.reshape(*leading, *self.outs)
+            return self._integer_product(x, leaves, format)
         weight = self.weight[...] if self._side else self._flat()
         if self._is_gathered:
             weight = constrain(weight, None, None)
@@ -113,6 +112,13 @@ class Linear(nnx.Module):
         else:
             y = integer_product.qat_matmul(x, weight, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
+
+    def _integer_product(
+        self, x: Float[Array, "B T I"], leaves: dict[str, Array], format: WeightFormat
+    ) -> Float[Array, "B T ..."]:
+        dtype = self.result or self.precision.activations
+        y = integer_product.integer_product(x, leaves, format, dtype, self._side)
+        return y.reshape(*x.shape[:-1], *self.outs)
 
     def _flat(self) -> Float[Array, "I O"]:
         return self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))

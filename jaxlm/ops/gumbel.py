@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of the rounds of Threefry-2x32, by turns
-PARITY = 0x1BD11BDA
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of four rounds of Threefry-2x32 each, alternating
+PARITY = 0x1BD11BDA  # of its third key
 BELOW_ONE = 1.0 - 2.0**-24  # largest float32 below 1: log1p(-u) stays finite
 
 

@@ -127,14 +127,11 @@ class QuantizedLinear(StoredWeight, Linear):
         if self.weight is not None:  # relayout_for_decode has read the codes
             return super()._product(x)
         leading = x.shape[: x.ndim - len(self.ins)]
+        x = x.reshape(*leading, -1)
         if integer_product.is_integer(self.format):
             leaves = self._leaves() if self._side else self._flat_leaves()
-            dtype = self.result or self.precision.activations
-            x = x.reshape(*leading, -1)
-            y = integer_product.integer_product(x, leaves, self.format, dtype, self._side)
-            return y.reshape(*leading, *self.outs)
+            return self._integer_product(x, leaves, self.format)
         read = functools.partial(_values, self.format, self.ins, self.outs, self.axes)
-        x = x.reshape(*leading, -1)
         y = stored_matmul(x, self._leaves(), read, self.precision, self.result)
         return y.reshape(*leading, *self.outs)
 

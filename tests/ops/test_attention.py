@@ -117,24 +117,25 @@ def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
 
 
 @pytest.mark.parametrize(
-    ("platform", "groups", "queries", "dtype", "rows"),
+    ("platform", "groups", "dtype", "rows"),
     [
-        ("cpu", 1, 1, "bfloat16", 2),
-        ("cpu", 3, 1, "bfloat16", 3),
-        ("cpu", 1, 1, "float32", 1),
-        ("gpu", 1, 1, "bfloat16", 1),
+        ("cpu", 1, "bfloat16", 2),
+        ("cpu", 3, "bfloat16", 3),
+        ("cpu", 1, "float32", 1),
+        ("gpu", 1, "bfloat16", 1),
     ],
 )
-def test_one_query_of_bfloat16_comes_twice_on_a_cpu(platform, groups, queries, dtype, rows):
+def test_one_query_of_bfloat16_comes_twice_on_a_cpu(platform, groups, dtype, rows):
     key = jax.random.normal(jax.random.key(0), (2, 3, 128, 64), dtype)
-    query = jax.random.normal(jax.random.key(1), (2, 3, groups, queries, 64), dtype)
+    query = jax.random.normal(jax.random.key(1), (2, 3, groups, 1, 64), dtype)
 
     def product(query, key):
         return query_product("bkgth,bksh->bkgts", query, key)
 
     with backend.compiling_for(platform):
         program = str(jax.make_jaxpr(product)(query, key))
-    assert rows in (int(n) * groups for n in re.findall(rf"\[2,3,{groups},(\d+),128\]", program))
+    lengths = re.findall(rf"\[2,3,{groups},(\d+),128\]", program)
+    assert max(map(int, lengths)) * groups == rows
     scores = product(query, key)
     expected = np.einsum("bkgth,bksh->bkgts", *(np.asarray(x, np.float64) for x in (query, key)))
     assert scores.shape == expected.shape

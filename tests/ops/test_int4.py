@@ -60,8 +60,8 @@ def test_errors_reach_inputs_that_are_rounded_in_a_later_product(monkeypatch):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO], ids=lambda form: form.base)
 def test_the_searched_scale_of_a_block_is_that_of_the_least_error(form):
-    weight, gram, _ = problem(inputs=40, outs=3)
-    grid, is_less = int4.searched(weight, gram, form), []
+    weight, gram, _ = problem(inputs=40, outs=8)
+    grid = int4.searched(weight, gram, form)
     for first in (0, 16, 32):
         rows = slice(first, first + 16)
         part, inputs = weight[rows].astype(np.float64), gram[rows, rows]
@@ -69,10 +69,9 @@ def test_the_searched_scale_of_a_block_is_that_of_the_least_error(form):
         wrong = [int4.nearest(part, each, form).values - part for each in tried]
         errors = np.array([np.einsum("io,ij,jo->o", each, inputs, each) for each in wrong])
         scales = np.array([each.scales[0] for each in tried])
-        expected = scales[errors.argmin(0), np.arange(3)]
+        expected = scales[errors.argmin(0), np.arange(8)]
         np.testing.assert_array_equal(grid.scales[first // 16], expected)
-        is_less.append(expected < scales[0])
-    assert np.any(is_less)
+        assert (expected < scales[0]).any()
 
 
 @pytest.mark.parametrize("form", [SYMMETRIC, ZERO, WeightFormat("int4", "all")], ids=str)

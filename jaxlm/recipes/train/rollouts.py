@@ -196,8 +196,8 @@ class Rollouts(contextlib.ExitStack):
         one that was not stopped does.
         """
         path, processes = self._context.directory.path / ROLLOUTS, self._context.processes
-        count = 0
-        if start and processes.peers.is_first and path.is_file():
+        count, is_counted = 0, self._objective.terms.has_group_baseline
+        if start and is_counted and processes.peers.is_first and path.is_file():
             lines = path.read_bytes().splitlines()
             newest = itertools.groupby(map(json.loads, reversed(lines)), lambda each: each["step"])
             with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # damaged
@@ -209,7 +209,7 @@ class Rollouts(contextlib.ExitStack):
 
     def _is_dead(self, records: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether all groups of the samples of a rollout are dead, see `Groups`."""
-        rewards = np.array([each["reward"] for each in records], np.float64)  # without one NaN
+        rewards = np.array([each["reward"] for each in records], np.float64)  # null becomes NaN
         reasons, truncated = [each["reason"] for each in records], self._objective.truncated
         return bool(is_dead(by_group(rewards, reasons, self._run.rl.samples, truncated)).all())
 
