@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxlm.cli.arguments import Parser, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
-from jaxlm.core import shipped
+from jaxlm.core import huge_pages, shipped
 from jaxlm.core.disk import check_local
 from jaxlm.core.errors import CommandError, JaxlmError, as_jaxlm_error
 from jaxlm.core.nearest import nearest_word
@@ -81,6 +81,11 @@ VERBS = {
     name: Verb(f"jaxlm.cli.{module}", text)
     for verbs in GROUPS.values()
     for name, (module, text) in verbs.items()
+}
+
+COMPUTING = {  # verbs that read all weights of a model many times
+    *("train", "launch", "teach", "sweep", "collect", "eval", "generate", "serve", "quantize"),
+    *("prune", "replay", "lr-find", "bench"),
 }
 
 USAGE = """\
@@ -204,6 +209,8 @@ def _bug(error: Exception) -> JaxlmError:
 
 def entry() -> None:
     """Run the console script. Its files are never world-writable, for any umask."""
+    if sys.argv[1:2] and sys.argv[1] in COMPUTING:
+        huge_pages.use()
     os.umask(os.umask(0o077) | 0o002)
     # Imports and traces create many objects and free few: at the default thresholds, garbage
     # collection took a twentieth of a start.

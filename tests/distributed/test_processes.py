@@ -88,8 +88,8 @@ def end(started, seconds=300):
     return [process.returncode for process in started], "\n".join(output)
 
 
-def train(processes, devices, command, **more):
-    """A run that finishes.
+def train(processes, devices, command, code=0, **more):
+    """A run that ends with an exit code.
 
     Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then again.
     """
@@ -97,7 +97,7 @@ def train(processes, devices, command, **more):
         codes, output = end(start(processes, devices, command, **more))
         if "Gloo context initialization failed: DEADLINE_EXCEEDED" not in output:
             break
-    assert codes == [0] * processes, output
+    assert codes == [code] * processes, output
     return output
 
 

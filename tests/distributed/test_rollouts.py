@@ -11,13 +11,18 @@ from tests.recipes.train.test_rollouts import SETTINGS, records
 pytestmark = pytest.mark.slow
 
 
-def compare(tmp_path, settings, stops, samples):
-    """Train in one process and in two, which also stop and resume; return all samples of one."""
+def write_config(tmp_path, settings):
+    """A config of prompts whose mesh has two devices."""
     prompts = tmp_path / "prompts.jsonl"
     lines = (json.dumps({"prompt": f"{n}+1=", "answer": n + 1}) for n in range(30))
     prompts.write_text("".join(f"{line}\n" for line in lines))
     settings = SETTINGS | {"data.train": (str(prompts),), "mesh.data": 2} | settings
-    config = harness.write_config(tmp_path, settings)
+    return harness.write_config(tmp_path, settings)
+
+
+def compare(tmp_path, settings, stops, samples):
+    """Train in one process and in two, which also stop and resume; return all samples of one."""
+    config = write_config(tmp_path, settings)
     one, two = tmp_path / "one", tmp_path / "two"
     train(1, 2, harness.words(config, one))
     for more in (*([f"--stop_at={stop}"] for stop in stops), []):
@@ -56,3 +61,17 @@ def test_two_processes_have_the_turns_of_one(tmp_path):
     }
     texts = [each["text"] for each in compare(tmp_path, settings, (1,), 2 * 16)]
     assert 0 < sum("1+1=" in text for text in texts) < len(texts)
+
+
+def test_two_processes_that_resume_count_the_rollouts_without_a_gradient_before_them(tmp_path):
+    """Two before the stop and one after it end the run, as three in a row do in one process."""
+    never = {"reward.functions": ("exact",), "rl.updates": 1, "guard.budget": 3, "train.steps": 6}
+    config = write_config(tmp_path, never)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(1, 2, harness.words(config, one), code=79)
+    train(2, 1, harness.words(config, two, "--stop_at=2"))
+    output = train(2, 1, harness.words(config, two), code=79)
+    assert "equal rewards in 3 rollouts in a row" in output
+    drawn = [records(each, "rollouts.jsonl") for each in (one, two)]
+    assert len(drawn[0]) == 3 * 8
+    assert [each["digest"] for each in drawn[0]] == [each["digest"] for each in drawn[1]]
