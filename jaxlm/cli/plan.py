@@ -184,6 +184,8 @@ def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
     layer = f" · a layer {size(answer['layer_bytes'])}" if answer["layer_bytes"] else ""
     parts = f"weights {size(answer['weights_bytes'])}{drafted}{layer}"
     parts += f" · {slots} x {size(answer['slot_bytes'])}"
+    if answer["total_bytes"] == answer["start_bytes"]:
+        parts += f"; {size(answer['start_bytes'])} at the start, with the parameters as stored"
     speed = "unknown: no figures for this chip"
     if answer["tokens_per_second"]:
         slow, fast = map(formatting.count, answer["tokens_per_second"])

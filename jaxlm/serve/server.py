@@ -184,7 +184,7 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
 
 
 def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: None) -> Engine:
-    """Return the engine with all programs compiled.
+    """Return the engine with all programs compiled. It owns the parameters of `opened`.
 
     Raises ConfigError for a context too long, OutOfMemory with slots and a context that fit.
     """
@@ -208,6 +208,7 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
         is_int8=options.kv_cache_dtype == "int8",
         max_waiting=options.max_waiting,
         prefix_bytes=options.prefix_mib * 2**20,
+        keeps_params=False,
     )
     blueprint = opened.model.blueprint
     with oom.explain_engine_oom(

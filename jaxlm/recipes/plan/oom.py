@@ -154,6 +154,7 @@ def explain_engine_oom(
         chunk=settings.chunk,
         is_int8=settings.is_int8,
         draft=draft,
+        keeps_params=settings.keeps_params,
     )
     prefix_bytes = settings.prefix_bytes
     memory = EngineMemory(plan, available - prefix_bytes, prefix_bytes)

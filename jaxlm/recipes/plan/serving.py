@@ -40,7 +40,7 @@ PlannedDraft = Run | Literal["lookup", "heads"] | None
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingForecast:
-    """The plan of a server on one device."""
+    """The plan of a server, or of another use of its engine, on one device."""
 
     machine: Machine
     slots: int
@@ -49,14 +49,15 @@ class ServingForecast:
     draft_bytes: float  # weights of the draft
     layer_bytes: float  # weights of a layer, all its experts, as its products read them
     slot_bytes: float  # KV caches and state of a request
+    start_bytes: float  # before the slots exist: on a CPU, parameters and what is made of them
     memory_bytes: float  # of the device, available to a program
     pass_seconds: tuple[float, float]  # of a token of all slots: empty caches, and full ones
     assumed: list[str]
 
     @property
     def total_bytes(self) -> float:
-        """Bytes of the server."""
-        return self._fixed_bytes + self.slots * self.slot_bytes
+        """Bytes of the server, at its start or with all slots."""
+        return max(self.start_bytes, self._fixed_bytes + self.slots * self.slot_bytes)
 
     @property
     def _fixed_bytes(self) -> float:
@@ -74,6 +75,8 @@ class ServingForecast:
 
     def slots_within(self, memory: float) -> int:
         """Return the largest number of slots of this context within that many bytes."""
+        if memory < self.start_bytes:
+            return 0
         return max(0, int((memory - self._fixed_bytes) // self.slot_bytes))
 
     def record(self) -> dict[str, Any]:
@@ -91,6 +94,7 @@ class ServingForecast:
             "draft_bytes": self.draft_bytes,
             "layer_bytes": self.layer_bytes,
             "slot_bytes": self.slot_bytes,
+            "start_bytes": self.start_bytes,
             "most_slots": self.most_slots,
             "pass_seconds": [fast, slow] if is_timed else None,
             "tokens_per_second": [self.slots / slow, self.slots / fast] if is_timed else None,
@@ -107,6 +111,7 @@ def forecast_serving(
     chunk: int = CHUNK,
     is_int8: bool = False,
     draft: PlannedDraft = None,
+    keeps_params: bool = False,
     assumed: list[str] | None = None,
 ) -> ServingForecast:
     """Return the plan of serving the model of `run` on one device.
@@ -119,6 +124,7 @@ def forecast_serving(
       chunk: tokens of a prompt that are read in one pass.
       is_int8: store the KV cache in int8.
       draft: the run that guesses tokens, which has the vocabulary of the model, or another kind.
+      keeps_params: see `EngineSettings`; a server keeps none.
       assumed: assumptions made so far.
 
     Raises:
@@ -142,8 +148,9 @@ def forecast_serving(
     )
     context = context or run.data.sequence
     weights = _weights(run, decoder, is_cpu=is_cpu)
-    # A CPU reads other arrays than the parameters, and the server keeps both.
-    held = weights.stored + (weights.placed if is_cpu else 0)
+    # A CPU reads other arrays than the parameters, which are made from them.
+    at_start = weights.stored + (weights.placed if is_cpu else 0)
+    held = weights.placed if is_cpu and not keeps_params else at_start
     chunk, spare = min(chunk, context), 0 if draft is None else GUESSES
     if draft == "heads":
         spare = check_heads(run, decoder)
@@ -179,6 +186,7 @@ def forecast_serving(
         draft_bytes=more,
         layer_bytes=0.0 if is_cpu else _layer_bytes(run, decoder),
         slot_bytes=cache + drafted + ID_BYTES * decoder.vocab + logits,
+        start_bytes=at_start + more,
         memory_bytes=predict.memory_bytes(machine, assumed),
         pass_seconds=(
             weights.read / chip.memory_speed,

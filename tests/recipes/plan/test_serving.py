@@ -56,7 +56,9 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     sizes = {"rows": 4, "length": 128, "chunk": 64, "is_int8": is_int8}
     programs = slots.build(model.merge, params, **sizes, draft=guesser)
     ready = programs.prepare(params)
-    assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+    assert plan.weights_bytes == pytest.approx(bytes_of(ready[0]), rel=0.02)
+    at_start = plan.start_bytes - plan.draft_bytes
+    assert at_start == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
     assert plan.draft_bytes == pytest.approx(bytes_of(ready[1]), rel=0.02)
     assert (plan.draft_bytes > 0) == (guessing == "run")
     logits = 4 * 320 * (3 + {"nothing": 0, "heads": 2}.get(guessing, 4))
@@ -64,7 +66,10 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     assert 4 * (plan.slot_bytes - logits) == pytest.approx(held, rel=0.01)
     assert plan.layer_bytes == 0
     expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes
-    assert plan.total_bytes == expected
+    assert plan.total_bytes == max(plan.start_bytes, expected)
+    both = forecast_serving(run, machine, slots=4, **chosen, keeps_params=True)
+    assert both.weights_bytes == at_start
+    assert both.total_bytes == both.start_bytes + 4 * both.slot_bytes
 
 
 @pytest.mark.parametrize(("base", "block"), [("int4", 32), ("w8a8", "all")])
@@ -74,7 +79,8 @@ def test_a_quantized_run_has_its_codes_and_what_is_read_of_them(base, block):
     blueprint = setup.build_sharded_model(run, 320, mesh.build(run.mesh)).blueprint
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blueprint.shapes)
     ready = slots.build(blueprint.merge, params, rows=4, length=128, chunk=64).prepare(params)
-    assert plan.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+    assert plan.weights_bytes == pytest.approx(bytes_of(ready[0]), rel=0.02)
+    assert plan.start_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
 
 
 EXPERTS = {"model__family": "mixtral", "model__experts": "8"}
@@ -134,6 +140,15 @@ def test_the_most_slots_fit_and_one_more_does_not():
     assert longer == pytest.approx(most / 2, rel=0.05)
     half = forecast_serving(run, machine, slots=1, context=4096, is_int8=True)
     assert half.most_slots > 1.4 * most
+
+
+def test_no_slot_fits_where_the_parameters_and_their_copies_do_not():
+    """A run in float32 that computes in bfloat16 needs three times its copies at the start."""
+    machine = host_machine.this_machine(1, [])
+    plan = forecast_serving(run_of(precision__compute="bfloat16"), machine, slots=1)
+    assert plan.start_bytes > plan.weights_bytes + plan.slot_bytes
+    assert plan.slots_within(plan.start_bytes) > 1
+    assert plan.slots_within(plan.start_bytes - 1) == 0
 
 
 def test_what_no_engine_serves_is_refused():
