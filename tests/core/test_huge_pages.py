@@ -12,6 +12,8 @@ from pathlib import Path
 from jaxlm.core import huge_pages
 
 huge_pages.MODE = Path(sys.argv[1])
+if "debugger" in sys.argv:
+    sys.settrace(lambda *_: None)
 print(os.getpid(), "before")
 sys.stdout.flush()
 huge_pages.use()
@@ -19,7 +21,7 @@ print(os.environ.get("GLIBC_TUNABLES"))
 """
 
 
-def lines(mode, tunables, folder):
+def lines(mode, tunables, folder, *words):
     """Return the lines of a process that requests huge pages, on a system of that mode."""
     file = folder / "enabled"
     if mode:
@@ -28,7 +30,7 @@ def lines(mode, tunables, folder):
     if tunables is not None:
         environment["GLIBC_TUNABLES"] = tunables
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(file)],
+        [sys.executable, "-c", PROGRAM, str(file), *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -64,6 +66,11 @@ def test_a_process_restarts_once_where_programs_have_to_request_them(
 def test_a_process_stays_elsewhere_and_where_a_value_is_set(mode, tunables, tmp_path):
     _, variable = lines(mode, tunables, tmp_path)
     assert variable == str(tunables)
+
+
+def test_a_process_with_a_debugger_stays(tmp_path):
+    _, variable = lines("always [madvise] never\n", None, tmp_path, "debugger")
+    assert variable == "None"
 
 
 ENTRY = """
