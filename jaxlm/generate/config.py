@@ -50,6 +50,7 @@ CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")  # settings that lim
 # Limit of all stops together: their state table has as many rows, of two bytes an id.
 STOP_BYTES = 256
 GUESSES = 4  # ids of a row that a draft of the engine guesses at a time
+PARTS = 8  # in which an engine that owns its parameters replaces them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

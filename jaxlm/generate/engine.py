@@ -61,7 +61,7 @@ class EngineSettings:
       prefix_bytes: bytes of beginnings of prompts that are kept for later requests; a model whose
         layers have windows keeps none.
       keeps_params: keep the parameters that no program reads, as those of a CPU, which reads copies
-        of them in another layout; False deletes their arrays when the copies exist.
+        of them in another layout; False deletes each array when its copies exist.
     """
 
     rows: int = 8
@@ -134,9 +134,8 @@ class Engine:
             is_int8=settings.is_int8,
             draft=draft,
         )
-        self._ready = self.programs.prepare(params)
-        if not settings.keeps_params:
-            _delete_unread(params, self._ready)
+        prepare = self.programs.prepare if settings.keeps_params else self.programs.consume
+        self._ready = prepare(params)
         self._state = self.programs.empty()
         named = [self._state.cache.layers]
         if draft is not None:
@@ -598,15 +597,6 @@ class Engine:
                 score = None if count is None else _score(scores, (number, slot), token, count)
                 if ticket.push(token, self.tokenizer.table, score):
                     self._tickets[slot] = None
-
-
-def _delete_unread(params: Any, ready: Any) -> None:
-    """Delete the parameters that are not among the arrays which programs read."""
-    jax.block_until_ready(ready)
-    read = set(map(id, jax.tree.leaves(ready)))
-    for leaf in jax.tree.leaves(params):
-        if id(leaf) not in read:
-            leaf.delete()
 
 
 def check_supported(blueprint: Blueprint) -> None:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import backend, random
 from jaxlm.generate import decode
+from jaxlm.generate.consume import consume
 from jaxlm.generate.draft import Draft, Sources
 from jaxlm.generate.reading import map_layers, read_chunk, read_next
 from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
@@ -83,7 +84,8 @@ class DecodedTokens(NamedTuple):
 class Programs:
     """The compiled functions; `state` is donated.
 
-    `prepare(params)` returns the weights as the others read them. `empty()` returns a state.
+    `prepare(params)` returns the weights as the others read them, and `consume(params)` does so in
+    parts and deletes the parameters. `empty()` returns a state.
     `admit(state, slot, arrival)` puts a request into a slot.
     `read(ready, state, slot, ids [C], start, count)` reads a chunk of a prompt.
     `read_seen(...)` does the same, and the draft sees the stream; None if it needs no stream.
@@ -102,6 +104,7 @@ class Programs:
     """
 
     prepare: Callable[[Any], Any]
+    consume: Callable[[Any], Any]
     empty: Callable[[], Slots]
     admit: Callable[..., Slots]
     read: Callable[..., Slots]
@@ -342,8 +345,14 @@ def build(
     shapes = jax.eval_shape(lambda params: params, params)
     made = jax.jit(lambda: empty(jax.tree.map(jnp.zeros_like, shapes)))
     prepared = jax.jit(prepare) if decode.needs_relayout() else prepare
+    consumed = functools.partial(consume, prepare) if decode.needs_relayout() else prepare
+
+    def with_draft(weights: list[Array]) -> tuple[list[Array], list[Array]]:
+        return weights, draft.weights() if draft is not None else []
+
     return Programs(
-        prepare=lambda params: (prepared(params), draft.weights() if draft is not None else []),
+        prepare=lambda params: with_draft(prepared(params)),
+        consume=lambda params: with_draft(consumed(params)),
         empty=made,
         admit=jax.jit(admit, donate_argnums=0),
         read=jax.jit(read, donate_argnums=1),

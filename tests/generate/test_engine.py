@@ -89,17 +89,6 @@ def test_each_program_that_reads_the_weights_is_compiled_once():
         assert compiled.count(f"jit({name})") == 1, compiled
 
 
-def test_an_engine_that_owns_its_parameters_deletes_what_no_program_reads(engine):
-    blueprint, params = made()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    settings = EngineSettings(rows=3, context=CONTEXT, chunk=8, keeps_params=False)
-    owner = Engine(blueprint, params, TOKENIZER, settings, programs=engine.programs)
-    owner.close()
-    left = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if not leaf.is_deleted())
-    assert left < 0.4 * size
-    assert owner.complete([request(1), request(2)]) == engine.complete([request(1), request(2)])
-
-
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_no_pass_converts_a_cache(compute):
     """XLA converts arrays for products, and for writes, that it has only in another dtype."""
@@ -433,3 +422,14 @@ def test_an_encoder_and_rotary_frequencies_of_the_length_are_refused():
         blueprint = Blueprint(family.build(), Precision.float32())
         with pytest.raises(ConfigError, match="does not support this model"):
             Engine(blueprint, {}, TOKENIZER, EngineSettings())
+
+
+def test_an_engine_that_owns_its_parameters_deletes_what_no_program_reads(engine):
+    blueprint, params = made()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    settings = EngineSettings(rows=3, context=CONTEXT, chunk=8, keeps_params=False)
+    owner = Engine(blueprint, params, TOKENIZER, settings, programs=engine.programs)
+    owner.close()
+    left = sum(leaf.nbytes for leaf in jax.tree.leaves(params) if not leaf.is_deleted())
+    assert left < 0.4 * size
+    assert owner.complete([request(1), request(2)]) == engine.complete([request(1), request(2)])

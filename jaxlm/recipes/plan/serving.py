@@ -17,7 +17,7 @@ from typing import Any, Literal
 from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.generate.config import GUESSES
+from jaxlm.generate.config import GUESSES, PARTS
 from jaxlm.models.config import DecoderConfig, EncoderDecoderConfig, ModelConfig, OneStack
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
@@ -149,8 +149,10 @@ def forecast_serving(
     context = context or run.data.sequence
     weights = _weights(run, decoder, is_cpu=is_cpu)
     # A CPU reads other arrays than the parameters, which are made from them.
-    at_start = weights.stored + (weights.placed if is_cpu else 0)
-    held = weights.placed if is_cpu and not keeps_params else at_start
+    held = start = weights.stored + (weights.placed if is_cpu else 0)
+    if is_cpu and not keeps_params:
+        held = weights.placed
+        start = max(weights.stored, weights.placed) + weights.placed / PARTS + weights.largest
     chunk, spare = min(chunk, context), 0 if draft is None else GUESSES
     if draft == "heads":
         spare = check_heads(run, decoder)
@@ -186,7 +188,7 @@ def forecast_serving(
         draft_bytes=more,
         layer_bytes=0.0 if is_cpu else _layer_bytes(run, decoder),
         slot_bytes=cache + drafted + ID_BYTES * decoder.vocab + logits,
-        start_bytes=at_start + more,
+        start_bytes=start + more,
         memory_bytes=predict.memory_bytes(machine, assumed),
         pass_seconds=(
             weights.read / chip.memory_speed,
@@ -198,11 +200,12 @@ def forecast_serving(
 
 @dataclasses.dataclass(frozen=True)
 class _Weights:
-    """Bytes of the parameters, of the arrays that the programs get, and of those a pass reads."""
+    """Bytes of the weights."""
 
-    stored: float
-    placed: float
-    read: float
+    stored: float  # the parameters
+    placed: float  # the arrays that the programs of a CPU get
+    read: float  # those that a pass reads
+    largest: float  # what a CPU's programs read of the largest parameter
 
 
 def _weights(run: Run, decoder: ModelConfig, *, is_cpu: bool) -> _Weights:
@@ -221,7 +224,8 @@ def _weights(run: Run, decoder: ModelConfig, *, is_cpu: bool) -> _Weights:
             read += stored - (numbers - rounded) * item - rounded * multiplied
     # A CPU multiplies a copy of the table if it is tied.
     looked_up = 0 if decoder.tied and not is_cpu else table
-    return _Weights(stored, read + looked_up * item, read)
+    largest = multiplied * max(each.size for each in tensors(decoder))
+    return _Weights(stored, read + looked_up * item, read, largest)
 
 
 def _layer_bytes(run: Run, decoder: ModelConfig) -> float:

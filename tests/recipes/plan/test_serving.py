@@ -57,8 +57,8 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     programs = slots.build(model.merge, params, **sizes, draft=guesser)
     ready = programs.prepare(params)
     assert plan.weights_bytes == pytest.approx(bytes_of(ready[0]), rel=0.02)
-    at_start = plan.start_bytes - plan.draft_bytes
-    assert at_start == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+    larger = max(bytes_of(params), bytes_of(ready[0]))
+    assert larger < plan.start_bytes - plan.draft_bytes < 1.7 * larger
     assert plan.draft_bytes == pytest.approx(bytes_of(ready[1]), rel=0.02)
     assert (plan.draft_bytes > 0) == (guessing == "run")
     logits = 4 * 320 * (3 + {"nothing": 0, "heads": 2}.get(guessing, 4))
@@ -68,7 +68,7 @@ def test_the_bytes_of_the_plan_are_those_of_the_engine(compute, is_int8, guessin
     expected = plan.weights_bytes + plan.draft_bytes + 4 * plan.slot_bytes
     assert plan.total_bytes == max(plan.start_bytes, expected)
     both = forecast_serving(run, machine, slots=4, **chosen, keeps_params=True)
-    assert both.weights_bytes == at_start
+    assert both.weights_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
     assert both.total_bytes == both.start_bytes + 4 * both.slot_bytes
 
 
@@ -80,7 +80,7 @@ def test_a_quantized_run_has_its_codes_and_what_is_read_of_them(base, block):
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blueprint.shapes)
     ready = slots.build(blueprint.merge, params, rows=4, length=128, chunk=64).prepare(params)
     assert plan.weights_bytes == pytest.approx(bytes_of(ready[0]), rel=0.02)
-    assert plan.start_bytes == pytest.approx(bytes_of((params, ready[0])), rel=0.02)
+    assert plan.start_bytes > max(bytes_of(params), bytes_of(ready[0]))
 
 
 EXPERTS = {"model__family": "mixtral", "model__experts": "8"}
@@ -142,8 +142,8 @@ def test_the_most_slots_fit_and_one_more_does_not():
     assert half.most_slots > 1.4 * most
 
 
-def test_no_slot_fits_where_the_parameters_and_their_copies_do_not():
-    """A run in float32 that computes in bfloat16 needs three times its copies at the start."""
+def test_no_slot_fits_where_the_start_does_not():
+    """A run in float32 that computes in bfloat16 needs more at the start than with a slot."""
     machine = host_machine.this_machine(1, [])
     plan = forecast_serving(run_of(precision__compute="bfloat16"), machine, slots=1)
     assert plan.start_bytes > plan.weights_bytes + plan.slot_bytes
