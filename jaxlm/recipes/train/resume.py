@@ -23,7 +23,7 @@ from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
-from jaxlm.training.rundir import RunDir, read_json
+from jaxlm.training.rundir import RunDir, imported_facts, read_json
 
 # Sections and settings that do not change the numbers of a run.
 FREE = (
@@ -323,6 +323,16 @@ def read_starts(workdir: Path) -> list[StartRecord]:
     """Return the starts of a run, newest last. Raise DataError if the file is damaged."""
     records = sinks.read(workdir / STARTS_FILE, SHAPE)
     return [StartRecord(**{name: record[name] for name in SHAPE}) for record in records]
+
+
+def trained_on(workdir: Path) -> dict[str, Any]:
+    """Return the fingerprint of the data of a run, or of the run it was made from; or an empty one.
+
+    Raises DataError if the file of starts is damaged.
+    """
+    if (workdir / STARTS_FILE).exists():
+        return read_starts(workdir)[-1].data
+    return dict(imported_facts(workdir).get("data", {}))
 
 
 def version_changes(workdir: Path, versions: dict[str, str]) -> list[Change]:

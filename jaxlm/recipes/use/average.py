@@ -14,6 +14,7 @@ from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.init_from import model_differences
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import InitSource
@@ -73,6 +74,7 @@ def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any
     tokenizer = (origins[0].workdir / "tokenizer").read_bytes()
     with RunDir(options.out) as directory:
         facts = answer | {"status": "averaged", "dtype": run.precision.params}
+        facts["data"] = resume.trained_on(origins[0].workdir)
         import_model.write(directory, run, params, tokenizer, facts)
     return answer
 

@@ -30,7 +30,7 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.recipes.train import reference
+from jaxlm.recipes.train import reference, resume
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
@@ -239,11 +239,27 @@ def open_loaders(
     if not opened_data.validation:
         what, why = "the run has no validation set", "it was trained with data.validation = ()"
         raise ConfigError(what, where="data.validation", why=why, fix=fix)
+    if sequence == run.data.sequence:
+        _warn_of_other_sets(opened.workdir, opened_data, say)
     if run.objective.compares_answers:
         scores = reference.read_stored(opened.workdir, changed, opened_data)
         if scores is not None:
             opened_data = reference.with_scores(opened_data, scores)
+        elif run.objective.compared_with not in (None, reference.ADAPTER_OFF):
+            say("no figures of preferences: the scores of the reference are of other data or rows")
     return opened_data.validation
+
+
+def _warn_of_other_sets(workdir: Path, data: dataset.Data, say: Log) -> None:
+    """Log each validation set whose tokens are not those of the run's training."""
+    trained = resume.trained_on(workdir)
+    for name in data.validation:
+        key = f"validation.{name}"
+        if key in trained and trained[key] != data.fingerprint.get(key):
+            say(
+                f"caution: {name} is not the set of the training, its tokens differ: the files of "
+                f"data.train or data.validation have changed, or others are meant in {Path.cwd()}"
+            )
 
 
 def names_no_data(opened: LoadedRun) -> bool:

@@ -21,6 +21,7 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
+from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.training.rundir import RunDir, imported_facts
 from jaxlm.tune.config import QLora, Quantized
@@ -104,6 +105,7 @@ def merge(
         dtype = merged.run.precision.params
         dtype = dtype if is_quantized else facts.get("dtype", dtype)
         marks = facts | answer | {"status": "merged", "dtype": dtype}
+        marks["data"] = resume.trained_on(workdir)
         tokenizer = (workdir / "tokenizer").read_bytes()
         copy_hub_files(workdir, directory)
         import_model.write(directory, merged.run, merged.params, tokenizer, marks)

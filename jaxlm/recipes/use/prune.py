@@ -23,6 +23,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
+from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import evaluate, load
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.training.rundir import RunDir
@@ -87,6 +88,7 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     with RunDir(options.out) as directory:
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"status": "pruned", "dtype": run.precision.params}
+        facts["data"] = resume.trained_on(options.workdir)
         copy_hub_files(options.workdir, directory)
         import_model.write(directory, run, params, tokenizer, facts)
     return answer

@@ -26,6 +26,7 @@ from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
+from jaxlm.recipes.train import resume
 from jaxlm.recipes.use import calibrate, calibration_text, evaluate, load, model_difference, tasks
 from jaxlm.recipes.use.layer_runner import STACKS
 from jaxlm.recipes.use.load import LoadedRun
@@ -133,6 +134,7 @@ def quantize(
         directory.write_json(load.BASE, base.record())
         tokenizer = (options.workdir / "tokenizer").read_bytes()
         facts = answer | {"status": "quantized", "dtype": opened.run.precision.params}
+        facts["data"] = resume.trained_on(options.workdir)
         import_model.write(directory, rounded.run, rounded.params, tokenizer, facts)
     shutil.rmtree(_unfinished(options), ignore_errors=True)
     return answer

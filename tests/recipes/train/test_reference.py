@@ -90,7 +90,23 @@ def test_an_evaluation_has_the_figures_of_the_training(base, capsys):
     for name in ("loss_nats", "margin", "preference_accuracy", "chosen_nats", "kl_nats"):
         assert sets["val"][name] == pytest.approx(logged[name], rel=1e-5), name
     assert main(["eval", f"--workdir={base}"]) == 0
-    assert "preferred" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "preferred" in output
+    assert "caution" not in output
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_changed_pairs_is_not_that_of_the_run(base, pairs, capsys):
+    before = pairs.read_text()
+    pairs.write_text(before.replace("!", "?"))
+    try:
+        assert main(["eval", f"--workdir={base}"]) == 0
+    finally:
+        pairs.write_text(before)
+    output = capsys.readouterr().out
+    assert "caution: val is not the set of the training" in output
+    assert "no figures of preferences" in output
+    assert "preferred" not in output
 
 
 @pytest.mark.slow

@@ -174,7 +174,13 @@ def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, cap
         assert (leaf == ((p + 2 * q + 5 * r) / 8).astype(np.float32)).all()
         assert leaf.dtype == np.float32
     assert averaged["parameters"] == sum(each.size for each in mixed[0].values())
-    assert math.isfinite(answer(capsys, "eval", f"--workdir={out}")["loss_nats"])
+    assert main(["eval", f"--workdir={out}"]) == 0
+    assert "caution" not in capsys.readouterr().out
+    facts = json.loads((out / "imported.json").read_text())
+    facts["data"]["validation.val"] = "another digest"
+    (out / "imported.json").write_text(json.dumps(facts))
+    assert main(["eval", f"--workdir={out}"]) == 0
+    assert "caution: val is not the set of the training" in capsys.readouterr().out
     assert summary.summarize(out).status == "averaged"
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
