@@ -23,14 +23,16 @@ The settings that are changed most, as --config.NAME=VALUE, and their defaults:
 config explain NAME` describes one, and `jaxlm init` writes a config for text of your own.
 """
 
+import itertools
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, needed_config, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import ANOTHER, CommandError, JaxlmError
 from jaxlm.core.quoting import redacted
 from jaxlm.parallel import cluster, rendezvous
 from jaxlm.training.rundir import IMPORTED, split_ref
@@ -62,7 +64,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    workdir = Path(needed(args, "workdir"))
+    workdir = Path(needed(args, "workdir", fix=_free_workdir(args.config)))
     saved = workdir / "config.json"  # of the run, which continues
     if args.config is None and not saved.is_file() and args.init_from:
         saved = _config_of(args)
@@ -80,14 +82,19 @@ def run(args: Any, out: Output) -> int:
     flags = selection(args, "init_from", "stop_at", "cpu_devices", "quiet", "verbose")
     allowed = tuple(name for name in args.allow_change.split(",") if name)
     resume = selection(args, "start_at", "force", "reset_optimizer", "cast")
-    result = train(
-        loaded,
-        workdir=workdir,
-        arguments=args.words,
-        resume=ResumeOptions(allow_change=allowed, **resume),
-        process=process,
-        **flags,
-    )
+    try:
+        result = train(
+            loaded,
+            workdir=workdir,
+            arguments=args.words,
+            resume=ResumeOptions(allow_change=allowed, **resume),
+            process=process,
+            **flags,
+        )
+    except JaxlmError as error:
+        if is_saved and saved.parent == workdir:
+            error.fix = _with_config(error.fix, workdir)
+        raise
     metrics = result.metrics
     loss = f", {metrics['loss_nats']:.4f} nats" if "loss_nats" in metrics else ""
     if "reward" in metrics:
@@ -99,6 +106,21 @@ def run(args: Any, out: Output) -> int:
     known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
     text = f"{workdir}: {state} at step {result.step}{loss}{verdict}"
     return out.result(known | result.metrics, text)
+
+
+def _free_workdir(config: str | None) -> str:
+    """Return the flag of a run directory that does not exist, named by the config."""
+    name = Path((config or "a").partition(":")[0]).stem
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folders = (Path("runs", each) for each in names)
+    return f"--workdir={shlex.quote(str(next(each for each in folders if not each.exists())))}"
+
+
+def _with_config(fix: str, workdir: Path) -> str:
+    """Return a fix whose lines that begin another run take the config of the run that resumes."""
+    flag = f"--config={shlex.quote(str(workdir))}"
+    lines = fix.splitlines()
+    return "\n".join(f"{flag} {line}" if ANOTHER in line else line for line in lines)
 
 
 def _config_of(args: Any) -> Path:

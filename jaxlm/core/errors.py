@@ -117,9 +117,10 @@ def installs(extra: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install 'jaxlm[{extra}]'"
 
 
-def cannot_write(
-    what: str, place: object, error: OSError, *, fix: str = "--workdir=runs/another"
-) -> NotWritable:
+ANOTHER = "--workdir=runs/another"  # begins another run
+
+
+def cannot_write(what: str, place: object, error: OSError, *, fix: str = ANOTHER) -> NotWritable:
     """Return the error of a write that the operating system refused."""
     why = f"{type(error).__name__}: {error.strerror}"
     return NotWritable(f"{what} cannot be written", where=str(place), why=why, fix=fix)

@@ -21,6 +21,7 @@ from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import AppendFile, Jsonl
 from jaxlm.training.lock import Lock
 
+COMMAND = "command.sh"
 IMPORTED = "imported.json"  # in a run directory with imported weights
 REPORT_SECONDS = 5.0  # timeout: a scheduler that stopped the run may kill it soon
 REFUSALS = {ConfigError.code, InputMissing.code}  # exit codes of a refused command
@@ -161,8 +162,13 @@ class RunDir:
                 sinks.replace(target, file.read_bytes())
 
     def write_command(self, arguments: list[str]) -> None:
-        """Write command.sh, the command that repeats the run."""
-        self.write("command.sh", f"#!/bin/sh\njaxlm {shlex.join(arguments)}\n")
+        """Write command.sh, the command that repeats the run.
+
+        One without --config only resumes the run, and replaces no other command.
+        """
+        has_config = any(each.partition("=")[0] == "--config" for each in arguments)
+        if has_config or not (self.path / COMMAND).exists():
+            self.write(COMMAND, f"#!/bin/sh\njaxlm {shlex.join(arguments)}\n")
 
     @property
     def is_new(self) -> bool:

@@ -115,7 +115,9 @@ def test_files_are_replaced_whole_and_a_missing_one_is_named(tmp_path):
         run.write_json("a.json", {"x": 0.2})
         assert json.loads((tmp_path / "a.json").read_text()) == {"x": 0.2}
         assert not list(tmp_path.glob(".*.tmp"))
+        run.write_command(["train", "--config=first.py"])
         run.write_command(["train", "--config=a b.py"])
+        run.write_command(["train", "--workdir=a"])
         assert (tmp_path / "command.sh").read_text().splitlines()[
             1
         ] == "jaxlm train '--config=a b.py'"

@@ -14,9 +14,10 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import batch_schedule, config
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
-from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
+from jaxlm.core.errors import ANOTHER, CommandError, ConfigError, DataError, listed
 from jaxlm.core.problems import short
 from jaxlm.data import mixture_config
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.optim.schedule_config import spans
@@ -85,7 +86,7 @@ def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[
             " from the run in this directory",
             where=f"after step {completed} of {saved.train.steps}",
             why=listed([*map(str, refused)], LINES),
-            fix=f"--workdir=runs/another\n{_flags_that_allow(refused)}",
+            fix="\n".join([ANOTHER, *_flags_that_allow(refused, saved, run)]),
         )
     return changes
 
@@ -158,13 +159,15 @@ def check_data(
             "the data differs from that of this run",
             where="data",
             why=listed([*map(str, changes)], LINES),
-            fix="--workdir=runs/another\n"
-            "--allow_change=data    # resumes on the new data, from the same step",
+            fix=f"{ANOTHER}\n--allow_change=data    # resumes on the new data, from the same step",
         )
     return changes
 
 
-def _flags_that_allow(refused: list[Change]) -> str:
+def _flags_that_allow(refused: list[Change], saved: Run, run: Run) -> list[str]:
+    """Return the line of flags that allow the changes; none if the parameters have other shapes."""
+    if _shapes(saved) != _shapes(run):
+        return []
     paths = [change.path for change in refused]
     flags = []
     if {"optim.name", "optim.freeze"} & set(paths):  # other optimizer state
@@ -173,7 +176,13 @@ def _flags_that_allow(refused: list[Change]) -> str:
     if {"precision.params", "precision.moments"} & set(paths):
         flags.append("--cast")
         paths = [path for path in paths if not path.startswith("precision.")]
-    return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])
+    return [" ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])]
+
+
+def _shapes(run: Run) -> list[tuple[str, tuple[int, ...]]]:
+    """Return path and shape of each parameter of the model, with any vocabulary if it is auto."""
+    vocab = 256 if run.model.vocab == "auto" else run.model.vocab
+    return [(each.path, each.shape) for each in tensors(run.decoder(vocab))]
 
 
 def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int) -> bool:

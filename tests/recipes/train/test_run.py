@@ -363,6 +363,20 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(
     assert "--allow_change=optim.lr" in output
 
 
+def test_a_refused_change_of_a_run_is_a_run_with_its_config_and_shapes_are_not_allowed(
+    unbroken, capsys
+):
+    words = ["train", f"--workdir={unbroken}"]
+    another = f"--config={unbroken} --workdir=runs/another"
+    for change, fixes in (
+        ("--config.optim.lr=0.5", [another, "--allow_change=optim.lr"]),
+        ("--config.model.width=64", [another]),
+    ):
+        assert main([*words, change]) == 2
+        _, _, lines = capsys.readouterr().err.partition("  fix    ")
+        assert [line.strip() for line in lines.splitlines()] == fixes
+
+
 @pytest.mark.slow
 def test_more_steps_need_a_word_where_the_schedule_is_a_share_of_the_end(
     config, unbroken, capsys, tmp_path
