@@ -38,6 +38,7 @@ def facts() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": os.cpu_count(),
+        "folder": str(Path.cwd()),  # relative paths of settings are from there
         "packages": installed(PACKAGES),
         "backend": jax.default_backend(),
         "devices": dict(sorted(collections.Counter(d.device_kind for d in jax.devices()).items())),

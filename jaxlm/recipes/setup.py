@@ -1,5 +1,6 @@
 """Setup of a run: the start of JAX, the mesh, the sharded model, the data."""
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -8,9 +9,10 @@ import math
 import os
 import platform
 import re
+import shlex
 import stat
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from jaxtyping import Int
 
 from jaxlm.core import backend, tree
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import CommandError, ConfigError, NotWritable
+from jaxlm.core.errors import CommandError, ConfigError, InputMissing, JaxlmError, NotWritable
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.precision import Precision
 from jaxlm.data import cache, dataset
@@ -44,6 +46,7 @@ from jaxlm.parallel import rules
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.training import state as states
+from jaxlm.training.rundir import read_json
 from jaxlm.tune import merge, surgery
 from jaxlm.tune.config import Full
 
@@ -382,21 +385,40 @@ def open_data(
     if data.tokenizer.endswith(TOKENIZER_FILES) and not Path(data.tokenizer).exists():
         copy = None if workdir is None else workdir / "tokenizer"
         if copy is not None and copy.is_file():
-            warn(f"data.tokenizer: {data.tokenizer} is gone; its copy {copy} is read")
+            warn(f"data.tokenizer: {data.tokenizer} does not exist here; its copy {copy} is read")
             data = dataclasses.replace(data, tokenizer=str(copy))
-    opened = dataset.open_data(
-        data,
-        seed=run.seed,
-        prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
-        row_at=run.row_at,
-        rows=run.rows,
-        reserved=run.rl.max_tokens,
-        samples=run.rl.samples * run.rl.epochs,
-        log=say,
-        warn=warn,
-        progress=progress,
-    )
+    with name_start_folder(workdir):
+        opened = dataset.open_data(
+            data,
+            seed=run.seed,
+            prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
+            row_at=run.row_at,
+            rows=run.rows,
+            reserved=run.rl.max_tokens,
+            samples=run.rl.samples * run.rl.epochs,
+            log=say,
+            warn=warn,
+            progress=progress,
+        )
     return with_stored_teacher(run, opened)
+
+
+@contextlib.contextmanager
+def name_start_folder(workdir: Path | None) -> Iterator[None]:
+    """Add the folder in which a run was started, if another is current, to errors of missing files.
+
+    Relative paths of its settings are relative to that folder.
+    """
+    try:
+        yield
+    except InputMissing as error:
+        with contextlib.suppress(JaxlmError, AttributeError, TypeError):  # a damaged file
+            facts = {} if workdir is None else read_json(workdir, "environment.json")
+            folder = Path(facts.get("folder", ""))
+            if folder.is_dir() and not folder.samefile(Path.cwd()):
+                line = f"cd {shlex.quote(str(folder))}    # the run was started there"
+                error.fix = f"{line}\n{error.fix}"
+        raise
 
 
 def with_stored_teacher(run: Run, data: Data) -> Data:

@@ -218,7 +218,8 @@ def _check_cheaply(run: Run, options: StartOptions) -> None:
         )
     resume.check_place(options.workdir, run, options.resume)
     trackers.check(run.log.sinks)
-    parts.check_names(run.data)
+    with setup.name_start_folder(options.workdir):
+        parts.check_names(run.data)
     setup.start(options.cpu_devices)
 
 
