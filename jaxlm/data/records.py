@@ -289,6 +289,19 @@ def _broken(fault: RecordFault, name: str, line: int) -> Broken:
     return Broken(NOT_JSON, damage, name, line)
 
 
+def note_of_table(pattern: str) -> str | None:
+    """Return that a table is read as one text and how to read its records; None for other files.
+
+    Args:
+      pattern: a path or a glob of `data.train`, also with the name of a source before it.
+    """
+    path = Path(pattern.rpartition("=")[2])
+    if (records := TABLES.get(formats.kind_of(path.name))) is None:
+        return None
+    note = f"{path} is read as one text, with the delimiters and quotes of its columns"
+    return f"{note}; to read its records: {_as_lines(path, records)}"
+
+
 def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
     """Return the error of a file that is not UTF-8, whose fix converts it and keeps the old one."""
     where = f"{name}, {unit} {error.start}"

@@ -15,7 +15,7 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
-from jaxlm.data.records import LeftOut
+from jaxlm.data.records import LeftOut, note_of_table
 from jaxlm.data.text_digest import TextDigests
 
 
@@ -228,3 +228,14 @@ def test_the_two_parts_of_the_library_share_no_file_and_no_test_is_in_them() -> 
     assert len(unread) == train.other_encoding + held_out.other_encoding < 5
     assert 400 < len(train.names) < 800
     assert sum(path.stat().st_size for path in train.files) > 5e6
+
+
+@pytest.mark.parametrize("pattern", ["{}/a b.csv", "web={}/a b.csv"])
+def test_the_note_of_a_table_has_a_command_that_writes_its_records(tmp_path, pattern):
+    (tmp_path / "a b.csv").write_text('id,text\n1,"one, two"\n2,three\n')
+    note = note_of_table(pattern.format(tmp_path))
+    command = note.partition("read its records: ")[2]
+    subprocess.run(["sh", "-c", command], check=True)
+    lines = (tmp_path / "a b-lines.jsonl").read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["one, two", "three"]
+    assert note_of_table(f"{tmp_path}/a.jsonl") is None
