@@ -299,7 +299,9 @@ def note_of_table(pattern: str) -> str | None:
     if (records := TABLES.get(formats.kind_of(path.name))) is None:
         return None
     note = f"{path} is read as one text, with the delimiters and quotes of its columns"
-    return f"{note}; to read its records: {_as_lines(path, records)}"
+    is_glob = any(each in path.name for each in "*?[")
+    read = "jaxlm docs corpus" if is_glob else _as_lines(path, records)
+    return f"{note}; to read its records: {read}"
 
 
 def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
