@@ -161,6 +161,12 @@ def _continue_by_engine(
         raise ConfigError(what, where=error.where, why=error.why, fix=fix) from None
     rows = prompt_rows(tokenizer, settings.prompts, is_paired=False)
     check_positions(rows, settings.max_tokens, blueprint.text_positions, "--")
+    longest, positions = max(map(len, rows), default=0), opened.run.model.max_positions
+    if longest + settings.max_tokens > positions:
+        say(
+            f"caution: {longest} prompt tokens and {settings.max_tokens} new ones exceed "
+            f"model.max_positions = {positions}"
+        )
     grammar, source = None, GrammarSource.of(settings)
     if source is not None:
         # The tokenizer of a chat encodes turns, and a grammar is of texts.

@@ -294,3 +294,12 @@ def test_an_object_is_not_given_in_parts(capsys):
     code, answer = call(capsys, "/nowhere", "--stream")
     assert code == 2
     assert "--stream and --json" in answer["error"]["what"]
+
+
+def test_texts_beyond_the_positions_of_the_training_are_noted(capsys, run):
+    positions = json.loads((run / "config.json").read_text())["model"]["max_positions"]
+    words = ["generate", f"--workdir={run}", "--prompt=a", "--temperature=0"]
+    assert main([*words, f"--max_tokens={positions}"]) == 0
+    assert f"exceed model.max_positions = {positions}" in capsys.readouterr().out
+    assert main([*words, "--max_tokens=4"]) == 0
+    assert "exceed" not in capsys.readouterr().out
