@@ -30,11 +30,11 @@ class PreferenceLearning(Objective[Preference]):
     negative log-likelihood over its number of tokens; orpo has 1 + a. z of kto is 0: an estimate
     from answers to other prompts would depend on the micro-batch.
 
-    Metrics: `loss_nats` is the minimized mean, ln 2 at the reference for dpo. `chosen_nats` and
-    `rejected_nats` are the negative log-likelihood of a token, `kl_nats` the mean log-ratio of a
-    token of both. `margin` is beta times the mean gap between the log-ratios of a pair (between
-    log-probabilities without a reference), and `preference_accuracy` the share of pairs whose gap
-    is positive; a gap of 0 counts half. Of answers with labels, `chosen_reward` and
+    Metrics: `loss_nats` is the minimized mean: at the reference, for dpo, ln 2 plus the nll term.
+    `chosen_nats` and `rejected_nats` are the negative log-likelihood of a token, `kl_nats` the mean
+    log-ratio of a token of both. `margin` is beta times the mean gap between the log-ratios of a
+    pair (between log-probabilities without a reference), and `preference_accuracy` the share of
+    pairs whose gap is positive; a gap of 0 counts half. Of answers with labels, `chosen_reward` and
     `rejected_reward` replace the margin, and the accuracy is that of the sign of the log-ratio.
     `chosen_tokens` and `rejected_tokens` are means of an answer.
 
