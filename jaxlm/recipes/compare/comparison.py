@@ -126,9 +126,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
         raise CommandError(
             "a comparison needs two runs",
             where=f"jaxlm compare {' '.join(map(str, paths))}".rstrip(),
-            why=f"{len(paths)} directories are named, and they are {len(set(paths))} runs"
-            if paths
-            else "no run directory is named",
+            why=_too_few(len(paths)),
             fix="jaxlm runs    # lists the runs",
         )
     for path in paths:
@@ -296,6 +294,13 @@ def _table(
     return amounts, table
 
 
+def _too_few(count: int) -> str:
+    """Return why fewer than two runs cannot be compared."""
+    if count > 1:
+        return f"all {count} directories that are named are the same run"
+    return "one run directory is named" if count else "no run directory is named"
+
+
 def _rounding(name: str, facts: Mapping[str, Any]) -> str:
     """Return the loss that a run of `jaxlm quantize` had before and after."""
     before, after = (facts[each]["loss_nats"] for each in ("before", "after"))
@@ -327,11 +332,16 @@ def _notes(
     elif "train" in splits.values():
         notes.append("without evaluations, the results are those of training")
     for name, run in runs.items():
-        if run.status != "finished":
+        facts = imported_facts(run.path)
+        if facts and run.steps is None:
+            notes.append(
+                f"{name} is {run.status}, not trained: it has no steps or losses of its own"
+            )
+        elif run.status != "finished":
             code = f" ({run.code})" if run.status == "failed" else ""
             place = "" if run.steps is None else f" at step {run.step} of {run.steps}"
             notes.append(f"{name}: {run.status}{code}{place}")
-        if "scheme" in (facts := imported_facts(run.path)):
+        if "scheme" in facts:
             notes.append(_rounding(name, facts))
     return notes
 

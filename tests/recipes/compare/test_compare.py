@@ -8,6 +8,7 @@ import statistics
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import CommandError
 from jaxlm.recipes.compare import comparison
 from tests.faults import harness
 
@@ -148,6 +149,30 @@ def test_other_text_and_runs_that_did_not_finish_are_noted(runs, tmp_path):
     notes = comparison.compare([runs / "first", other]).notes
     assert any("data.train" in note for note in notes)
     assert "other: killed at step 6 of 6" in notes
+
+
+def test_a_run_that_was_merged_is_noted_as_not_trained(runs, tmp_path):
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.json").write_text((runs / "first/config.json").read_text())
+    (merged / "imported.json").write_text('{"status": "merged"}')
+    notes = comparison.compare([merged, runs / "first"]).notes
+    assert "merged is merged, not trained: it has no steps or losses of its own" in notes
+    assert not any(note.startswith("merged:") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([], "no run directory is named"),
+        (["first"], "one run directory is named"),
+        (["first", "first"], "all 2 directories that are named are the same run"),
+    ],
+)
+def test_a_comparison_of_fewer_than_two_runs_says_how_many_are_named(tmp_path, names, why):
+    with pytest.raises(CommandError, match="a comparison needs two runs") as caught:
+        comparison.compare([tmp_path / name for name in names])
+    assert caught.value.why == why
 
 
 def test_runs_without_evaluations_are_compared_by_their_training(runs, tmp_path):
