@@ -195,7 +195,7 @@ def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
         ("on", answer["on"]),
         ("slots", f"{slots:,} of {answer['context']:,} tokens"),
         ("memory", f"{size(answer['total_bytes'])} of {size(answer['memory_bytes'])}: {verdict}"),
-        ("memory", parts),
+        ("parts", parts),
         ("at most", f"{most:,} slots of this context"),
         ("speed", speed),
         *(("assumed", text) for text in answer["assumed"]),
@@ -219,8 +219,8 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
         ("on", f"{answer['on']}, {devices}, mesh {format_mesh(answer['mesh'])}"),
         ("model", f"{parameters} parameters, {flops} FLOPs per token"),
         ("memory", f"{memory}: {verdict}"),
+        ("parts", " · ".join(f"{name} {size(part)}" for part, name in parts if part)),
         ("evaluation", f"{size(answer['evaluation_bytes_per_device'])} per device"),
-        ("memory", " · ".join(f"{name} {size(part)}" for part, name in parts if part)),
         ("step", _step_time(answer)),
         ("run", _run_time(answer, run.train.steps)),
     ]

@@ -682,6 +682,14 @@ def test_a_search_without_a_fit_is_reported(capsys):
     assert "nearest    none: no share of depth" in capsys.readouterr().out
 
 
+def test_each_row_of_a_plan_has_a_label_of_its_own(capsys):
+    assert main(["plan", "--config=configs/gpt2_124m.py", "--on=h200"]) == 0
+    labels = [line[:11].strip() for line in capsys.readouterr().out.splitlines()]
+    assert labels[:5] == ["on", "model", "memory", "parts", "evaluation"]
+    named = [label for label in labels if label]
+    assert len(named) == len(set(named))
+
+
 def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     _, answer = ask(capsys, "--config=configs/gpt2_124m.py", "--on=h200", "--price=3")
     assert answer["cost"] == pytest.approx([3 * hours for hours in answer["hours"]])

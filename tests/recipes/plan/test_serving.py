@@ -176,6 +176,8 @@ def test_the_command_prints_slots_memory_and_speed(capsys, tmp_path, monkeypatch
     assert f"{answer['most_slots']} slots of this context" in text
     assert "jaxlm serve --workdir=RUN --slots=8 --context=8192" in text
     assert "draft" not in text
+    labels = [line[:11].strip() for line in text.splitlines()]
+    assert labels[:4] == ["on", "slots", "memory", "parts"]
     (tmp_path / "my run").mkdir()
     settings = config.to_json(run_of())
     (tmp_path / "my run/config.json").write_text(json.dumps(settings))
