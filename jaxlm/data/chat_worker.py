@@ -85,7 +85,13 @@ def compiled_fields(templates: Mapping[str, str]) -> Callable[[Mapping[str, Any]
     sandbox = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
-    sandbox.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+
+    def as_json(value: Any) -> str:
+        if isinstance(value, jinja2.Undefined):
+            str(value)  # raises the error that names the field
+        return json.dumps(value, ensure_ascii=False)
+
+    sandbox.filters["tojson"] = as_json
     sources = {name: sandbox.from_string(source) for name, source in templates.items()}
 
     def text(source: jinja2.Template, record: Mapping[str, Any]) -> Any:

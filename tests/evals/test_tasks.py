@@ -264,8 +264,32 @@ def test_items_that_make_no_question_are_left_out_and_counted_if_the_task_says_s
     valid = items.StoredItems(task, task.file)
     assert (len(valid), valid.left_out) == (len(RECORDS) - 1, 1)
     task = task_in(tmp_path, f'invalid = "skip"\n{CHOICE}', records=records[:1])
-    with pytest.raises(DataError, match="all 1 records make no question"):
+    with pytest.raises(DataError, match="all 1 records make no question") as error:
         items.read(task, task.file)
+    assert "is not in list" in error.value.why
+    assert error.value.fix == "correct the item"
+    with pytest.raises(DataError, match="it has no records") as error:
+        items.read(task_in(tmp_path, records=[]), task.file)
+    assert error.value.fix == "write one record a line"
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [("optoins", "options in place of optoins"), ("y", "its fields are key, q, options, right,")],
+)
+def test_a_template_of_a_field_that_the_record_lacks_is_to_be_corrected(name, better, tmp_path):
+    text = CHOICE.replace('"options"', f'"{name}"')
+    task = task_in(tmp_path, text)
+    with pytest.raises(DataError) as error:
+        items.read(task, task.file)
+    first, second = error.value.fix.splitlines()
+    assert first.startswith(f"correct the template choices: {better}")
+    assert second == items.SKIP
+    task = task_in(tmp_path, f'invalid = "skip"\n{text}')
+    with pytest.raises(DataError, match="all 9 records make no question") as error:
+        items.read(task, task.file)
+    assert f"'{name}' is undefined" in error.value.why
+    assert error.value.fix == first
 
 
 def test_an_empty_reference_and_two_equal_texts_make_no_question(tmp_path):

@@ -59,6 +59,12 @@ SITUATIONS: dict[str, Situation] = {
     "an item longer than a row in training": Situation(
         f"train {CONFIG} --config.eval.tasks=choice.toml", LONG, more=SHORT
     ),
+    "a template of no field": Situation(ON_PAIR, PAIR + "; sed 's/{{ b }}/{{ x }}/' -i pair.toml"),
+    "a template of no field, and items left out": Situation(
+        ON_PAIR,
+        f"{PAIR}; sed '1i invalid = \"skip\"' -i pair.toml; "
+        "sed 's/{{ b }}/{{ x }}/' -i pair.toml",
+    ),
     "programs that are not allowed": Situation(f"eval {RUN} --tasks=code.toml", CODE),
     "damaged samples": Situation(ON_PAIR, f"{SCORED}; sed -i '1s/.*/[/' {SAMPLES}"),
     "samples of other items": Situation(

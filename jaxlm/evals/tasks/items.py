@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data import formats
 from jaxlm.data.formats import ReadOptions, RecordFault
 from jaxlm.data.sandbox import SandboxProcess
@@ -29,6 +31,8 @@ from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Pair, Prompted, Ta
 MAX_BYTES = 2**20  # of the texts of an item
 RENDERED_AT_ONCE = 100  # records of a request to the sandbox
 DIGEST_BYTES = 16  # of an id
+UNKNOWN_FIELD = re.compile(r"UndefinedError: '(\w+)' is undefined")
+SKIP = 'invalid = "skip"    # in the task file, leaves such items out'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,17 +86,20 @@ class StoredItems(Sequence[Item]):
         weakref.finalize(self, self._file.close)
         self._places, digests = array.array("q"), bytearray()
         self.left_out = 0
+        first: DataError | None = None
         for item in checked(task, file, setting):
-            if item is None:
+            if isinstance(item, DataError):
+                first = first or item
                 self.left_out += 1
                 continue
             self._places.append(self._file.tell())
             self._file.write(json.dumps(vars(item)).encode() + b"\n")
             digests += _digest(item.id)
-        if not self._places:
-            is_any = self.left_out > 0
-            why = f"all {self.left_out} records make no question" if is_any else "it has no records"
-            raise wrong_item(str(file), why)
+        if not self._places and first is None:
+            raise wrong_item(str(file), "it has no records", "write one record a line")
+        if not self._places and first is not None:
+            why = f"all {self.left_out} records make no question; {first.where}: {first.why}"
+            raise wrong_item(str(file), why, first.fix.splitlines()[0])
         self._digests = np.frombuffer(digests, f"V{DIGEST_BYTES}")
         self._check_unique(file)
 
@@ -137,8 +144,8 @@ def read(task: Task, file: Path, setting: str = "items") -> list[Item]:
     return list(StoredItems(task, file, setting))
 
 
-def checked(task: Task, file: Path, setting: str = "items") -> Iterator[Item | None]:
-    """Yield the items of a file, and None for each record that `task.invalid` leaves out.
+def checked(task: Task, file: Path, setting: str = "items") -> Iterator[Item | DataError]:
+    """Yield the items of a file, and the error of each record that `task.invalid` leaves out.
 
     Raises:
       InputMissing: if the file does not exist.
@@ -167,10 +174,10 @@ def checked(task: Task, file: Path, setting: str = "items") -> Iterator[Item | N
                 where = formats.place(str(file), number)
                 try:
                     yield _item(task, rendered, record, number, where)
-                except DataError:
+                except DataError as error:
                     if task.invalid == "refuse":
                         raise
-                    yield None
+                    yield error
 
 
 def digest(items: Iterable[Item]) -> str:
@@ -231,7 +238,13 @@ def _item(
     for name, text in rendered.items():
         if not isinstance(text, str):
             known = ", ".join(map(str, record))
-            raise wrong_item(where, f"the template {name} fails: {text[0]}; fields: {known:.300}")
+            why = f"the template {name} fails: {text[0]}; fields: {known:.300}"
+            unknown = UNKNOWN_FIELD.match(text[0])
+            if unknown is None or unknown[1] in record:
+                raise wrong_item(where, why)
+            near = nearest_word(unknown[1], map(str, record))
+            better = f"{near} in place of {unknown[1]}" if near else f"its fields are {known:.300}"
+            raise wrong_item(where, why, f"correct the template {name}: {better}\n{SKIP}")
         if not text.isascii() and any("\ud800" <= each <= "\udfff" for each in text):
             raise wrong_item(where, f"{name} has a lone surrogate, which is no character")
     if (size := sum(map(len, rendered.values()))) > MAX_BYTES:
@@ -288,11 +301,6 @@ def _answer(value: Any, choices: tuple[str, ...], where: str) -> int:
     return value
 
 
-def wrong_item(where: str, why: str) -> DataError:
+def wrong_item(where: str, why: str, fix: str = f"correct the item\n{SKIP}") -> DataError:
     """Return the error of an item."""
-    return DataError(
-        "an item of a task is not valid",
-        where=where,
-        why=why,
-        fix='correct the item\ninvalid = "skip"    # in the task file, leaves such items out',
-    )
+    return DataError("an item of a task is not valid", where=where, why=why, fix=fix)
