@@ -255,6 +255,12 @@ def _message(turn: Any, number: int) -> Message:
         raise Rejected(OTHER_FORM, f"turn {number} is a {type(turn).__name__}, not an object")
     spoken = turn.get("role", turn.get("from"))
     role = SHAREGPT.get(spoken, spoken) if isinstance(spoken, str) else spoken
+    if role is None:
+        raise Rejected(
+            UNKNOWN_ROLE,
+            f"turn {number} has no role; its fields are {', '.join(map(str, turn)) or 'none'}",
+            'a turn is {"role": "user", "content": "..."}; data.fields does not rename its keys',
+        )
     if role not in ROLES:
         raise Rejected(
             UNKNOWN_ROLE,

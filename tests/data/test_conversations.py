@@ -94,7 +94,12 @@ def test_conversations_with_one_prompt_have_the_same_prompt():
             "turn 1 has the role 'bot'",
         ),
         ({"messages": [{"role": ["user"], "content": ""}]}, UNKNOWN_ROLE, "turn 0 has the role"),
-        ({"messages": [{"content": "a"}]}, UNKNOWN_ROLE, "turn 0 has the role None"),
+        ({"messages": [{}]}, UNKNOWN_ROLE, "turn 0 has no role; its fields are none"),
+        (
+            {"messages": [USER, {"speaker": "a", "text": "b"}]},
+            UNKNOWN_ROLE,
+            "turn 1 has no role; its fields are speaker, text",
+        ),
         (
             {"messages": [{**USER, "content": [{"type": "image", "image": "x"}]}]},
             NO_TEXT_PART,
