@@ -10,6 +10,7 @@ Example:
   [{'role': 'user', 'content': '6 * 7?'}, {'role': 'assistant', 'content': '42'}]
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,10 +28,17 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
     "steps": (*_PROMPT, "steps", "labels"),
     "prompts": (*_PROMPT, "answer", "info"),
 }
+_TURN_KEYS = ("role", "content"), ("from", "value")
 # Usual names of a question and of its answer.
 _QUESTIONS = ("question", "instruction", "query", "problem", "input", "prompt", "user")
 _ANSWERS = ("answer", "output", "response", "completion", "solution", "assistant")
 _CONTEXTS = ("input", "context")  # of an instruction
+# Usual names of the fields of a pair.
+_PAIR = {
+    "prompt": _QUESTIONS,
+    "chosen": ("chosen", "good", "better", "preferred", "accepted", "winner"),
+    "rejected": ("rejected", "bad", "worse", "dispreferred", "refused", "loser"),
+}
 # Names of a question and of its answer in a proposal.
 _PROPOSED: Mapping[Kind, tuple[tuple[str, str], ...]] = {
     "chat": (("user", "assistant"),),
@@ -99,10 +107,14 @@ def setting(fields: Sequence[tuple[str, Sequence[str]]]) -> str:
 
 
 def proposed(record: Mapping[str, Any], kind: Kind) -> str:
-    """Return flags that read a question, and its answer, from fields of usual names.
+    """Return flags that read turns, a question and its answer, or a pair, from other fields.
 
-    Empty if the record has no such fields of text, or the kind has other fields.
+    Empty if the record has no fields of usual names, or the kind has other fields.
     """
+    if kind == "pairs":
+        return _pair(record)
+    if kind == "chat" and has_turns(record):
+        return setting([("messages", _lists(record, *_TURN_KEYS))])
     texts = [name for name, value in record.items() if isinstance(value, str)]
     source = next((each for each in _QUESTIONS if each in texts), None)
     target = next((each for each in _ANSWERS if each in texts and each != source), None)
@@ -117,6 +129,55 @@ def proposed(record: Mapping[str, Any], kind: Kind) -> str:
             fields.append((answer, [target]))
         flags.append(setting(fields))
     return "\n".join(flags)
+
+
+def has_turns(record: Mapping[str, Any]) -> bool:
+    """Return whether exactly one field holds turns."""
+    return len(_lists(record, *_TURN_KEYS)) == 1
+
+
+def hint(record: Mapping[str, Any], kind: Kind) -> str:
+    """Return `proposed`, or how `data.fields` may read a record without fields of usual names."""
+    if flags := proposed(record, kind):
+        return flags
+    if kind == "chat" and len(lists := _lists(record)) == 1:
+        return setting([("messages", lists)])
+    names = [name for name in _PAIR if record.get(name) is None]
+    others = [name for name in _values(record) if name not in _PAIR]
+    if kind != "pairs" or len(others) < len(names):
+        return ""
+    form = setting([(name, ["FIELD"]) for name in names])
+    return f"name the fields in {form}, each FIELD one of {', '.join(map(str, others)):.300}"
+
+
+def _pair(record: Mapping[str, Any]) -> str:
+    fields = []
+    for name, usual in _PAIR.items():
+        if record.get(name) is not None:
+            continue
+        source = next((each for each in usual if each in _values(record)), None)
+        if source is None and name != "prompt":  # both answers may have it
+            return ""
+        fields += [(name, [source])] if source else []
+    return setting(fields) if fields else ""
+
+
+def _values(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields that hold a text or a list."""
+    return [name for name, value in record.items() if isinstance(value, str | list)]
+
+
+def _lists(record: Mapping[str, Any], *keys: tuple[str, str]) -> list[str]:
+    """Return the fields that `setting` can name and that hold objects, each with a pair of keys."""
+    return [
+        name
+        for name, value in record.items()
+        if isinstance(value, list)
+        and value
+        and all(isinstance(each, dict) for each in value)
+        and (not keys or any(all(each.keys() >= {*pair} for each in value) for pair in keys))
+        and re.fullmatch(r"[\w.-]+", str(name))
+    ]
 
 
 def problems(entries: Sequence[str], kinds: Sequence[Kind]) -> Iterator[tuple[str, str, str]]:

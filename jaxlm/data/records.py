@@ -181,9 +181,11 @@ def _document(
     except Rejected as rejected:
         if isinstance(value, list):
             rejected.fix = _from_array(Path(name))
-        has_form = not rejected.fix.startswith("--")  # no setting reads the record
-        if rejected.reason in OTHER_FIELDS and isinstance(value, dict) and has_form:
-            rejected.fix = record_fields.proposed(value, chat.kind) or rejected.fix
+        if rejected.reason in OTHER_FIELDS and isinstance(value, dict):
+            has_form = not rejected.fix.startswith("--")  # no setting reads the record
+            has_turns = rejected.reason == NO_MESSAGES and record_fields.has_turns(value)
+            if has_form or has_turns:
+                rejected.fix = record_fields.hint(value, chat.kind) or rejected.fix
         is_broken = rejected.reason in conversations.BROKEN
         error = not_a_conversation(rejected, name, number) if is_broken else None
         return Broken(rejected.reason, error, name, number)
@@ -384,13 +386,16 @@ def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     is_object = isinstance(record, dict)
     texts = {k: v for k, v in record.items() if isinstance(v, str)} if is_object else {}
+    turns = record_fields.proposed(record, "chat") if is_object else ""
     if is_object and not record.keys().isdisjoint(("messages", "conversations")):
         fix = "--config.data.kind=chat"
     elif texts:
         longest = max(texts, key=lambda name: len(texts[name]))  # others are titles, addresses
         fix = f"--config.data.text_key={longest}"
-        if turns := record_fields.proposed(record, "chat"):
+        if turns:
             fix = f"--config.data.kind=chat {turns}\n{fix}"
+    elif turns:
+        fix = f"--config.data.kind=chat {turns}"
     elif isinstance(record, list):
         fix = _from_array(Path(name))
     else:

@@ -130,6 +130,18 @@ def test_a_record_without_a_named_field_is_refused_with_the_nearest_one(tmp_path
             {"instruction": "?", "input": "", "output": "!"},
             "user=instruction+input,assistant=output",
         ),
+        ("chat", {"id": "7", "turns": turns("?", "!"), "tools": [{"a": 1}]}, "messages=turns"),
+        (
+            "chat",
+            {"id": "7", "log": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "!"}]},
+            "messages=log",
+        ),
+        (
+            "pairs",
+            {"question": "?", "good": "a", "bad": "b"},
+            "prompt=question,chosen=good,rejected=bad",
+        ),
+        ("pairs", {"prompt": "?", "chosen": "a", "worse": "b"}, "rejected=worse"),
         ("completion", {"query": "?", "response": "!"}, "prompt=query,completion=response"),
         ("completion", {"prompt": "?", "response": "!"}, "prompt=prompt,completion=response"),
         ("prompts", {"problem": "?", "solution": "!"}, "user=problem,answer=solution"),
@@ -142,7 +154,43 @@ def test_the_error_of_other_names_has_the_setting_that_reads_them(tmp_path, kind
     first = caught.value.fix.splitlines()[0]
     assert first == f"--config.data.fields={fix}"
     fields = tuple(first.partition("fields=")[2].split(","))
-    assert opened(tmp_path, [record] * 5, kind=kind, fields=fields).train.shards.documents == 5
+    read = opened(tmp_path, [record] * 5, kind=kind, fields=fields).train.shards
+    assert read.documents == 5 * (1 + (kind == "pairs"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "fix"),
+    [
+        (
+            "chat",
+            {"turns": [{"speaker": "a", "text": "b"}], "id": 7},
+            "--config.data.fields=messages=turns",
+        ),
+        (
+            "chat",
+            {"text": "a", "turns": turns("?", "!")},
+            "--config.data.fields=messages=turns",
+        ),
+        ("chat", {"text": "a", "links": [{"url": "a"}]}, "--config.data.kind=text"),
+        ("chat", {"a": [{"x": "b"}], "b": [{"x": "b"}]}, "one conversation a line"),
+        ("chat", {"a, b": [{"x": "b"}]}, "one conversation a line"),
+        (
+            "pairs",
+            {"ask": "?", "one": "a", "two": ["b"], "id": 7},
+            "name the fields in --config.data.fields=prompt=FIELD,chosen=FIELD,rejected=FIELD, "
+            "each FIELD one of ask, one, two",
+        ),
+        ("pairs", {"messages": turns("?", "!")}, "one pair a line"),
+        ("text", {"turns": turns("?", "!")}, "--config.data.kind=chat --config.data.fields=mess"),
+        ("text", {"links": [{"url": "a"}]}, "one JSON object a line"),
+    ],
+)
+def test_the_error_of_fields_without_usual_names_has_the_form_of_the_setting(
+    tmp_path, kind, record, fix
+):
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, [record] * 5, kind=kind)
+    assert caught.value.fix.startswith(fix)
 
 
 @pytest.mark.parametrize(

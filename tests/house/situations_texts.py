@@ -160,6 +160,16 @@ SITUATIONS: dict[str, Situation] = {
     "questions and answers as conversations": Situation(
         f"data stats --config=c.py {QUESTIONS} --config.data.kind=chat", QA
     ),
+    "conversations under another name": Situation(
+        ON_CHATS, CHATS + "; sed -i 's/messages/turns/' chat.jsonl"
+    ),
+    "conversations under another name as text": Situation(
+        f"{ON_CHATS} --config.data.kind=text", CHATS + "; sed -i 's/messages/turns/' chat.jsonl"
+    ),
+    "pairs under other names": Situation(
+        f"data stats --config=c.py {QUESTIONS} --config.data.kind=pairs",
+        QA + "; sed -i 's/answer/good/; s/text/bad/' qa.jsonl",
+    ),
     "questions that are rewarded": Situation(
         f"data stats --config=c.py {QUESTIONS} --config.data.kind=prompts", QA
     ),
