@@ -162,9 +162,10 @@ def check_same(member: SweepRun, workdir: Path, ignored: tuple[str, ...] = ()) -
     if not file.is_file():
         return
     stored = config.load(Run, str(file)).value
+    run = member.run.with_compute(stored.precision.compute)  # a run that resumes keeps its dtype
     changes = [
         each
-        for each in config.diff(stored, member.run)
+        for each in config.diff(stored, run)
         # Data of a function is compared when the run starts: its result is recorded.
         if each.path not in ("data.train", "data.validation")
         or not any(map(own.names_function, each.new))

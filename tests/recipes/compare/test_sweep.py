@@ -13,7 +13,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.recipes.compare import sweep
 from jaxlm.recipes.config import Run
 from tests import forked
@@ -142,6 +142,22 @@ def test_a_folder_with_runs_of_other_settings_is_refused(config, swept, capsys):
     printed = capsys.readouterr().err
     assert "the folder contains a run with other settings" in printed
     assert f"--workdir={swept}-2" in printed
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_what_a_run_chose_when_it_began_is_no_other_setting(compute, config, tmp_path):
+    """The same command was refused: its runs store the dtype in place of auto."""
+    auto = [("precision.compute", "auto")]
+    for member in sweep.members(config, auto, ["seed=1,2"], 1, tmp_path):
+        member.path.mkdir()
+        stored = configs.to_json(member.run.with_compute(compute))
+        (member.path / "config.json").write_text(json.dumps(stored))
+    assert len(sweep.members(config, auto, ["seed=1,2"], 1, tmp_path)) == 2
+    with pytest.raises(ConfigError) as caught:
+        sweep.members(config, [*auto, ("train.steps", "5")], ["seed=1,2"], 1, tmp_path)
+    assert caught.value.why == "train.steps: 4 -> 5"
+    with pytest.raises(ConfigError, match="other settings"):
+        sweep.members(config, [("precision.compute", "float16")], ["seed=1,2"], 1, tmp_path)
 
 
 @pytest.mark.slow
