@@ -8,6 +8,7 @@ In a terminal it prompts for values that no flag sets. The file is a program to 
 of settings has a reason. --on takes the machines of `jaxlm plan`.
 """
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -157,9 +158,10 @@ def _parameters(text: str) -> float:
     try:
         value = float(text[:-1] if text[-1:] in UNITS else text) * scale
     except ValueError:
-        value = 0.0
+        value = math.nan
     if 1e5 <= value <= 1e12:
         return value
     what, where = f"{text} is not a number of parameters", f"--params={text}"
     why = "it is a number from 100k to 1000B, such as 30M"
-    raise CommandError(what, where=where, why=why, fix="--params=30M")
+    nearest = "30M" if math.isnan(value) else "100k" if value < 1e5 else "1000B"
+    raise CommandError(what, where=where, why=why, fix=f"--params={nearest}")

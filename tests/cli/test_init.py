@@ -58,6 +58,16 @@ def test_parameters_that_were_asked_for_are_made(texts, capsys):
     assert run.model.width % run.model.heads == 0
 
 
+@pytest.mark.parametrize(
+    ("params", "fix"),
+    [("50k", "100k"), ("0", "100k"), ("-3M", "100k"), ("2000B", "1000B"), ("many", "30M")],
+)
+def test_parameters_out_of_range_are_fixed_to_the_nearest(params, fix, texts, capsys):
+    """50 thousand were fixed to 30 million."""
+    assert main(["init", "--data=texts", "--on=t4", f"--params={params}"]) == 2
+    assert f"fix    --params={fix}\n" in capsys.readouterr().err
+
+
 def test_quotes_and_backslashes_of_a_path_stay_as_they_are(texts, capsys):
     name = 'the "author\'s" \\new texts'
     (texts / "texts").rename(texts / name)

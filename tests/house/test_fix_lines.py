@@ -605,6 +605,8 @@ SITUATIONS = {
         "scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=wide"
     ),
     "init of no size": Situation("init --data=texts --on=t4 --params=much"),
+    "init of too few parameters": Situation("init --data=texts --on=t4 --params=50k"),
+    "init of too many parameters": Situation("init --data=texts --on=t4 --params=2000B"),
     "init of no time": Situation("init --data=texts --on=t4 --minutes=-1"),
     "init of a model that fits nowhere": Situation("init --data=texts --on=t4 --params=70B"),
     "several devices of a GPU": Situation("plan --config=c.py --on=h100 --devices=4"),
