@@ -672,6 +672,9 @@ SITUATIONS = {
     "a sweep of a list": Situation(
         "sweep --config=c.py --workdir=new --seeds=2 --vary=optim.freeze=embedding/*,final_norm/*"
     ),
+    "a sweep of a setting misspelt": Situation(
+        "sweep --config=c.py --workdir=new --vary=optim.lrr=1e-3,3e-3"
+    ),
     "a sweep in a setting": Situation("sweep --config=c.py --workdir=new --config.seed=1,2"),
     "a sweep of a setting twice": Situation(
         "sweep --config=c.py --workdir=new --vary=seed=1 --vary=seed=2"
@@ -741,6 +744,7 @@ SLOW = {
     "a sweep without values",
     "a sweep of a list",
     "widths that are none",
+    "a sweep of a setting misspelt",
     "a sweep in a setting",
     "a sweep over other runs",
     "a setting as a flag, its value apart",

@@ -78,6 +78,55 @@ def _loads(file: str, settings: Settings) -> bool:
     return True
 
 
+def _check_axis(
+    text: str, axis: tuple[str, list[str]], value: str, base: tuple[str, Settings], shown: str
+) -> None:
+    """Raise ConfigError, in terms of --vary, if a setting or its value is wrong by itself.
+
+    Args:
+      text: value of --vary.
+      axis: setting and values of `text`.
+      value: the value of a combination that is refused.
+      base: the config, and settings of all runs.
+      shown: the error of the combination; a problem that it does not have is not reported.
+    """
+    path, values = axis
+    flag = f"--config.{path}={value}"
+    error = _error(base, path, value)
+    if error is None or error.where != flag or flag not in shown:
+        return
+    fix = error.fix
+    meant = [_meant(base, path, each) for each in values]
+    names = {name for name, _ in meant}
+    if len(names) == 1 and "" not in names:
+        texts = [each for _, each in meant]
+        separator = ";" if any("," in each for each in texts) else ","
+        fix = shlex.quote(f"--vary={names.pop()}={separator.join(texts)}")
+    raise ConfigError(error.what, where=f"--vary={text}", why=error.why, fix=fix)
+
+
+def _error(base: tuple[str, Settings], path: str, value: str) -> ConfigError | None:
+    """Return the error of one more setting, or None; contradictions of settings are none."""
+    file, overrides = base
+    try:
+        config.load(Run, file, [*overrides, (path, value)], is_part=True)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _meant(base: tuple[str, Settings], path: str, value: str) -> tuple[str, str]:
+    """Return the setting and the value that were probably meant; two empty texts if unknown."""
+    error = _error(base, path, value)
+    if error is None:
+        return path, value
+    words = shlex.split(error.fix)
+    if len(words) != 1 or not words[0].startswith("--config."):
+        return "", ""
+    name, _, text = words[0].removeprefix("--config.").partition("=")
+    return name, text if _error(base, name, value) else value
+
+
 def members(
     file: str,
     overrides: Settings,
@@ -125,7 +174,12 @@ def members(
             settings = list(zip(paths, combination, strict=True))
             if "seed" not in paths:
                 settings.append(("seed", str(seed)))
-            run = config.load(Run, file, [*overrides, *settings]).value
+            try:
+                run = config.load(Run, file, [*overrides, *settings]).value
+            except ConfigError as error:
+                for text, axis, value in zip(vary, axes, combination, strict=True):
+                    _check_axis(text, axis, value, (file, overrides), str(error))
+                raise
             flat = config.flatten(run)
             values = [show(flat[path]) for path in paths]
             name = _name(labels, values)

@@ -119,6 +119,29 @@ def test_equal_ends_of_paths_give_different_names(config, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("vary", "fix"),
+    [
+        ("optim.lrr=1e-3,3e-3", "--vary=optim.lr=1e-3,3e-3"),
+        ("lr=1e-3,3e-3", "--vary=optim.lr=1e-3,3e-3"),
+        ("train.step=1k,2", "--vary=train.steps=1000,2"),
+        ("train.steps=2,1k", "--vary=train.steps=2,1000"),
+        ("optim.name=lion,adamv", "--vary=optim.name=lion,adamw"),
+        ("optim.frobnicate=1,2", "jaxlm config explain optim"),
+        ("optim.freez=a/*,b/*;a/*", "'--vary=optim.freeze=a/*,b/*;a/*'"),
+        ("optim.lr=1e-3,much", "jaxlm config explain optim.lr"),
+    ],
+)
+def test_the_error_of_a_varied_setting_is_about_the_flag_that_was_typed(
+    vary, fix, config, tmp_path
+):
+    """The fix was --config with one value, in place of the sweep."""
+    with pytest.raises(ConfigError) as caught:
+        sweep.members(config, [], ["seed=1,2", vary], 1, tmp_path)
+    assert caught.value.where == f"--vary={vary}"
+    assert caught.value.fix == fix
+
+
+@pytest.mark.parametrize(
     ("flags", "what", "fix"),
     [
         (("--vary=optim.lr",), "--vary needs a setting", "--vary=optim.lr=1e-3,3e-3"),
