@@ -325,15 +325,9 @@ class Parser(argparse.ArgumentParser):
         `args` are the parsed ones; with the whole command line, a word that lacks its flag gets it.
         """
         word = words[0]
-        name, equals, value = word.partition("=")
         if not word.startswith("-"):
-            where, why = f"{self.prog} ... {word}", "the verb takes no more words"
-            what, fix = f"unexpected word {word!r}", f"{self.prog} --help"
-            if line and (flag := self._flag_of(word)):
-                why = f"a value follows its flag, here {flag}"
-                fixed = [f"{flag}={word}" if each == word else each for each in line]
-                fix = shlex.join([self.prog.partition(" ")[0], *fixed])
-            return CommandError(what, where=where, why=why, fix=fix)
+            return self._unexpected(words, args, line)
+        name, equals, value = word.partition("=")
         typed = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
         action = getattr(args, "action", None)
         flags = self._flags(action)
@@ -359,6 +353,26 @@ class Parser(argparse.ArgumentParser):
             fix = f"{self.prog}{f' {action}' if action else ''} --help"
         return CommandError(f"unknown flag {name}", where=f"{self.prog} {word}", why=why, fix=fix)
 
+    def _unexpected(self, words: Sequence[str], args: Any, line: Sequence[str]) -> CommandError:
+        """Return the error of words that are no flags; the fix is the line with their flags."""
+        word = words[0]
+        where, why = f"{self.prog} ... {word}", "the verb takes no more words"
+        what, fix = f"unexpected word {word!r}", f"{self.prog} --help"
+        flags = self._flags(getattr(args, "action", None)).keys() - getattr(args, "withheld", {})
+        pairs = {each: f"--{each}" for each in words if "=" in each}
+        repaired = {
+            each: flag for each, flag in pairs.items() if known_as(flag.partition("=")[0]) in flags
+        }
+        if word in repaired:
+            why = "a flag begins with two dashes"
+        elif flag := self._flag_of(word):
+            why = f"a value follows its flag, here {flag}"
+            repaired[word] = f"{flag}={word}"
+        if line and word in repaired:
+            fixed = [repaired.get(each, each) for each in line]
+            fix = shlex.join([self.prog.partition(" ")[0], *fixed])
+        return CommandError(what, where=where, why=why, fix=fix)
+
     def _flags(self, action: str | None) -> dict[str, argparse.Action]:
         """Return the long flags of the verb and of one of its actions."""
         options = self._option_string_actions
@@ -378,7 +392,8 @@ class Parser(argparse.ArgumentParser):
     def _flag_of(self, word: str) -> str | None:
         """Return the flag that a word is probably the value of: a model, a run or a config."""
         has_run = is_run(word)
-        is_config = word.endswith(".py") or shipped.find(word.partition(":")[0]) is not None
+        is_file = word.endswith(".py") and "=" not in word
+        is_config = is_file or shipped.find(word.partition(":")[0]) is not None
         flags = self._flags(None)
         if "--from" in flags and (has_run or Path(word).exists() or word.startswith("hf:")):
             return "--from"

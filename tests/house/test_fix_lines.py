@@ -99,6 +99,7 @@ SITUATIONS = {
     "a setting as a flag, its value apart": Situation(f"train {CONFIG} --lr 0.1"),
     "a flag like none": Situation(f"train {CONFIG} --frobnicate=1"),
     "a word too many": Situation(f"train {CONFIG} word"),
+    "flags without dashes": Situation("train config=c.py workdir=new"),
     "a setting of a verb without settings": Situation(
         "eval --workdir=runs/a --config.eval.batch=4"
     ),
