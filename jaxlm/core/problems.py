@@ -198,7 +198,8 @@ def unknown(
     """Return the problem of an unknown setting, with the setting that was probably meant.
 
     Candidates are the setting with this name in another trainer (`ALIASES` of the schema), a
-    setting with a similar path, and settings of this name in another section. The fix keeps the
+    setting with a similar path, and settings of this name in another section; for a name without
+    a section, the setting that a flag of this name is fixed to comes first. The fix keeps the
     value. Without a candidate, the settings of the section are listed.
 
     Args:
@@ -223,8 +224,7 @@ def unknown(
         what, owned = f"{path} is not a setting here", f"{' and '.join(owners)} would have it"
         why = f"it belongs to another arm of {section}: {label} is {now}, {owned}"
         fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
-    elif ranked := rank(path, similar, getattr(schema, "ALIASES", {})):
-        best = ranked[0]
+    elif best := _nearest(schema, path, similar):
         why = f"the nearest is {best}{_described(present[best], raw, best, origins)}"
         fix = _renamed(path, best, present[best], value, origin)
     elif elsewhere := sections.settings(schema, raw, every_arm=True).get(path):
@@ -280,6 +280,26 @@ def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[s
     return sorted(scores, key=lambda name: scores[name])
 
 
+def _nearest(schema: type, path: str, known: dict[str, Setting]) -> str | None:
+    """Return the setting that `path` probably means, or None: its name alone, else the nearest."""
+    named = None if "." in path else _by_name(schema, path, known)
+    return named or next(iter(rank(path, known, getattr(schema, "ALIASES", {}))), None)
+
+
+def _by_name(schema: type, name: str, known: dict[str, Setting]) -> str | None:
+    """Return the setting with this path, last part or name in another trainer, or None.
+
+    If several settings have this last part, it is that of `train`.
+    """
+    folded = name.replace("-", "_")
+    plain = [path for path, each in known.items() if not each.arms]
+    paths = [path for path in plain if folded in (path, path.rpartition(".")[2])]
+    if f"train.{folded}" in paths:
+        paths = [f"train.{folded}"]
+    path = paths[0] if len(paths) == 1 else getattr(schema, "ALIASES", {}).get(folded)
+    return path if path in plain else None
+
+
 def for_flag(schema: type, name: str, value: str | None) -> str | None:
     """Return the setting's flag for an unknown flag of a verb, or None.
 
@@ -287,13 +307,9 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
     unique or in `train`, or its name in another trainer. If the setting does not accept the value,
     return the command that lists the accepted values.
     """
-    known = {path: each for path, each in sections.settings(schema, {}).items() if not each.arms}
-    folded = name.replace("-", "_")
-    paths = [path for path in known if folded in (path, path.rpartition(".")[2])]
-    if f"train.{folded}" in paths:
-        paths = [f"train.{folded}"]
-    path = paths[0] if len(paths) == 1 else getattr(schema, "ALIASES", {}).get(folded)
-    if path not in known:
+    known = sections.settings(schema, {})
+    path = _by_name(schema, name, known)
+    if path is None:
         return None
     return explain(path) if value is None else flag_or_explain(path, known[path], value)
 

@@ -103,6 +103,23 @@ def test_an_unknown_flag_keeps_its_value_or_lists_the_flags(flag, fix, capsys):
     assert refused(capsys, "train", "--workdir=r", flag)["fix"] == fix
 
 
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("lr", "optim.lr"),
+        ("steps", "train.steps"),
+        ("batch", "train.batch"),
+        ("batch_size", "train.batch"),
+        ("seq-len", "data.sequence"),
+    ],
+)
+def test_the_name_of_a_setting_is_explained_as_the_setting_of_a_flag(name, path, capsys):
+    """`lr` was near `rl`, and `batch` near `watch`."""
+    assert refused(capsys, "config", "explain", name)["fix"] == f"jaxlm config explain {path}"
+    flag = refused(capsys, "train", f"--{name}=1")["fix"]
+    assert flag.startswith(f"--config.{path}=1")
+
+
 def test_a_setting_of_a_recipe_given_as_a_flag_is_fixed_to_the_setting(capsys):
     for word in ("--source=a.txt", "--length.least=5"):
         fix = refused(capsys, "data", "run", "--out=out", word)["fix"]

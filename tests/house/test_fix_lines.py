@@ -214,6 +214,7 @@ SITUATIONS = {
         "config validate --config=c.py --config.data.train=https://me:pw@host/a.txt"
     ),
     "explain misspelt": Situation("config explain optim.lrr"),
+    "explain of a name": Situation("config explain lr"),
     # contradictions: each arm's and section's own
     "batch and microbatches": Situation(
         "config validate --config=c.py --config.train.microbatches=3"
