@@ -49,6 +49,12 @@ def typed_names(loaded: Loaded) -> list[str]:
     return [name for name in NAMES if loaded.provenance[name].kind == "command line"]
 
 
+def limited_names(loaded: Loaded) -> list[str]:
+    """Return those of the settings that `train.epochs` may change when a run begins."""
+    typed = typed_names(loaded)
+    return [] if loaded.value.train.epochs is None else [n for n in NAMES if n not in typed]
+
+
 def explain(before: TrainConfig, after: TrainConfig, rows: int) -> str:
     """Return a line about a batch or a number of steps that `train.epochs` made smaller."""
     wide = "row" if rows == 1 else "rows"

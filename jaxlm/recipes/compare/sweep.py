@@ -22,6 +22,7 @@ from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.core.sections import show
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.config import Run
+from jaxlm.training import epochs
 
 POLL_SECONDS = 0.1
 LONGEST_NAME = 60  # characters of a run directory, without a seed
@@ -32,11 +33,15 @@ Settings = list[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """A run of a sweep: its directory, its own settings, and its resolved config."""
+    """A run of a sweep: its directory, its own settings, and its resolved config.
+
+    `limited` are the paths of settings that the run may change when it begins.
+    """
 
     path: Path
     settings: Settings
     run: Run
+    limited: Sequence[str] = ()
 
 
 def varied(text: str, file: str, overrides: Settings) -> tuple[str, list[str]]:
@@ -175,11 +180,12 @@ def members(
             if "seed" not in paths:
                 settings.append(("seed", str(seed)))
             try:
-                run = config.load(Run, file, [*overrides, *settings]).value
+                loaded = config.load(Run, file, [*overrides, *settings])
             except ConfigError as error:
                 for text, axis, value in zip(vary, axes, combination, strict=True):
                     _check_axis(text, axis, value, (file, overrides), str(error))
                 raise
+            run, limited = loaded.value, epochs.limited_names(loaded)
             flat = config.flatten(run)
             values = [show(flat[path]) for path in paths]
             name = _name(labels, values)
@@ -187,7 +193,9 @@ def members(
             if prefix := run.checkpoint.of_run(name):
                 settings += prefix
                 run = run.changed(dict(prefix))
-            made[workdir / name] = SweepRun(path=workdir / name, settings=settings, run=run)
+            made[workdir / name] = SweepRun(
+                path=workdir / name, settings=settings, run=run, limited=limited
+            )
     for member in made.values():
         check_same(member, workdir, ("model.", "data.") if has_base else ())
     return list(made.values())
@@ -220,9 +228,12 @@ def check_same(member: SweepRun, workdir: Path, ignored: tuple[str, ...] = ()) -
     changes = [
         each
         for each in config.diff(stored, run)
+        if each.path not in member.limited
         # Data of a function is compared when the run starts: its result is recorded.
-        if each.path not in ("data.train", "data.validation")
-        or not any(map(own.names_function, each.new))
+        and (
+            each.path not in ("data.train", "data.validation")
+            or not any(map(own.names_function, each.new))
+        )
     ]
     if changes := [each for each in changes if not each.path.startswith(ignored)]:
         raise ConfigError(

@@ -12,6 +12,7 @@ from jaxlm.recipes.compare.sweep import Settings, SweepRun, check_same, train_al
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
+from jaxlm.training import epochs
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's width
 STEPS = (0.25, 0.5, 1.0)
@@ -53,8 +54,11 @@ def sweep(
     members = []
     for name, changed in rungs(base, widths, steps).items():
         settings = [*changed, *base.checkpoint.of_run(name)]
-        run = config.load(Run, file, [*overrides, *settings]).value
-        members.append(SweepRun(path=workdir / name, settings=settings, run=run))
+        loaded = config.load(Run, file, [*overrides, *settings])
+        limited = epochs.limited_names(loaded)
+        members.append(
+            SweepRun(path=workdir / name, settings=settings, run=loaded.value, limited=limited)
+        )
     for member in members:
         check_same(member, workdir)
     return train_all(members, file, overrides, parallel=parallel, say=say)

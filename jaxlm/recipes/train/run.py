@@ -279,9 +279,7 @@ def _with_saved(context: RunContext, loaded: Loaded) -> tuple[RunContext, Loaded
     JAX may not start before the processes are joined, so this is not part of the config's checks.
     """
     run, is_first = context.run, context.processes.peers.is_first
-    is_auto, names = run.precision.compute == "auto", []
-    if run.train.epochs is not None:
-        names = [name for name in epochs.NAMES if name not in epochs.typed_names(loaded)]
+    is_auto, names = run.precision.compute == "auto", epochs.limited_names(loaded)
     if not is_auto and not names:
         return context, loaded
     chosen: dict[str, Any] = {}

@@ -183,6 +183,18 @@ def test_what_a_run_chose_when_it_began_is_no_other_setting(compute, config, tmp
         sweep.members(config, [("precision.compute", "float16")], ["seed=1,2"], 1, tmp_path)
 
 
+def test_what_epochs_limited_is_no_other_setting_unless_it_is_typed(config, tmp_path):
+    limit, vary = [("train.epochs", "2")], ["seed=1,2"]
+    for member in sweep.members(config, limit, vary, 1, tmp_path):
+        member.path.mkdir()
+        shorter = member.run.changed({"train.steps": 3, "train.batch": 2})
+        (member.path / "config.json").write_text(json.dumps(configs.to_json(shorter)))
+    assert len(sweep.members(config, limit, vary, 1, tmp_path)) == 2
+    for typed in (("train.steps", "4"), ("train.epochs", "3")):
+        with pytest.raises(ConfigError, match="other settings"):
+            sweep.members(config, [*limit, typed], vary, 1, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others_and_its_code_is_that_of_the_sweep(
     config, tmp_path, capsys
