@@ -14,12 +14,14 @@ def use() -> None:
 
     A pass over a model reads all of its weights. In pages of 2 MiB the processor looks up fewer
     addresses than in pages of 4 KiB. glibc requests them if GLIBC_TUNABLES has
-    `glibc.malloc.hugetlb=1` (glibc 2.35 and up), which it reads only when a process starts. A
-    process that has a value for it, 0 too, or a debugger, is not restarted.
+    `glibc.malloc.hugetlb=1` (glibc 2.35 and up), which it reads only when a process starts. Not
+    restarted is a process that has a value for it, 0 too, or a debugger, or that another program
+    forked: the words with which Python started are not those of this command then.
     """
-    tunables = os.environ.get(VARIABLE, "")
+    tunables, words = os.environ.get(VARIABLE, ""), sys.argv[1:]
     has_debugger = sys.gettrace() is not None or "pydevd" in sys.modules
-    if TUNABLE in tunables or has_debugger or not sys.executable:
+    is_command = bool(sys.executable) and sys.orig_argv[len(sys.orig_argv) - len(words) :] == words
+    if TUNABLE in tunables or has_debugger or not is_command:
         return
     with contextlib.suppress(OSError):  # not Linux, or no second process: pages of 4 KiB
         if "[madvise]" in MODE.read_text():

@@ -12,6 +12,8 @@ from pathlib import Path
 from jaxlm.core import huge_pages
 
 huge_pages.MODE = Path(sys.argv[1])
+if "forked" in sys.argv:
+    sys.argv = ["jaxlm", "train"]
 if "debugger" in sys.argv:
     sys.settrace(lambda *_: None)
 print(os.getpid(), "before")
@@ -68,8 +70,9 @@ def test_a_process_stays_elsewhere_and_where_a_value_is_set(mode, tunables, tmp_
     assert variable == str(tunables)
 
 
-def test_a_process_with_a_debugger_stays(tmp_path):
-    _, variable = lines("always [madvise] never\n", None, tmp_path, "debugger")
+@pytest.mark.parametrize("state", ["debugger", "forked"])
+def test_a_process_with_a_debugger_or_of_another_program_stays(tmp_path, state):
+    _, variable = lines("always [madvise] never\n", None, tmp_path, state)
     assert variable == "None"
 
 
