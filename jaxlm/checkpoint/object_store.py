@@ -5,7 +5,6 @@ record, `digests.json`, is written last: a prefix without it is no checkpoint. A
 the record. Copies on the local disk are of the step that is being saved, or of the one being read.
 """
 
-import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -343,10 +342,11 @@ def of_run(workdir: Path, **options: Any) -> Store:
 
 
 def of_url(url: str, **options: Any) -> Store:
-    """Return the checkpoints at a URL to read; local copies are removed when the process ends."""
+    """Return the checkpoints at a URL to read; local copies are removed with the store."""
     folder = tempfile.mkdtemp(prefix="jaxlm-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return opened(Path(folder), CheckpointConfig(directory=url), read_only=True, **options)
+    store = opened(Path(folder), CheckpointConfig(directory=url), read_only=True, **options)
+    weakref.finalize(store, shutil.rmtree, folder, ignore_errors=True)
+    return store
 
 
 def url_of(workdir: Path) -> str | None:

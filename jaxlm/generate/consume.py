@@ -19,7 +19,7 @@ def consume(function: Callable[[Any], list[Array]], params: Any) -> list[Array]:
 
     Args:
       function: a function that can be traced.
-      params: a tree of arrays on one device.
+      params: a tree of arrays.
     """
     leaves, tree = jax.tree.flatten(params)
     whole = jax.make_jaxpr(lambda *leaves: function(jax.tree.unflatten(tree, leaves)))(*leaves)

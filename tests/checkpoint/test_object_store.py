@@ -1,4 +1,6 @@
+import gc
 import json
+import tempfile
 import threading
 
 import jax
@@ -255,6 +257,9 @@ def test_steps_at_a_url_are_listed_compared_and_verified_without_a_run_directory
         store.save(step, tree(0.1 * step), meta, loss_nats=1.0)
     store.close()
     monkeypatch.chdir(tmp_path)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(copies))
     url = f"--workdir={store.directory}"
     for words, text in (
         (["list"], "newest"),
@@ -264,3 +269,5 @@ def test_steps_at_a_url_are_listed_compared_and_verified_without_a_run_directory
     ):
         assert main(["checkpoint", *words, url]) == 0
         assert text in capsys.readouterr().out
+    gc.collect()
+    assert not [*copies.iterdir()]
