@@ -28,7 +28,7 @@ from jaxlm.checkpoint.objects import ObjectPath
 from jaxlm.checkpoint.record import FileDigests
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import faults
-from jaxlm.core.errors import JaxlmError, NotWritable, cannot_keep, listed
+from jaxlm.core.errors import ANOTHER, JaxlmError, NotWritable, cannot_keep, listed
 from jaxlm.monitor import formatting
 
 OWNER = "owner.json"  # names the process that may commit
@@ -65,7 +65,7 @@ class ObjectStore(Store):
     @property
     def another(self) -> str:
         """The flags that name other places for a run and its checkpoints."""
-        return f"--workdir=runs/another --config.checkpoint.directory={self.directory}-2"
+        return f"{ANOTHER} --config.checkpoint.directory={self.directory}-2"
 
     def steps(self) -> list[int]:
         """Return the steps that have a record, oldest first; they may be damaged."""

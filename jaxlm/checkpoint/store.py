@@ -24,6 +24,7 @@ from jaxlm.checkpoint.record import StepRecord
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import backend, disk, faults
 from jaxlm.core.errors import (
+    ANOTHER,
     DataError,
     InUse,
     JaxlmError,
@@ -138,7 +139,7 @@ class Store:
     @property
     def another(self) -> str:
         """The flags that name other places for a run and its checkpoints."""
-        return "--workdir=runs/another"
+        return ANOTHER
 
     @property
     def notices(self) -> list[str]:

@@ -14,9 +14,9 @@ def use() -> None:
 
     A pass over a model reads all of its weights. In pages of 2 MiB the processor looks up fewer
     addresses than in pages of 4 KiB. glibc requests them if GLIBC_TUNABLES has
-    `glibc.malloc.hugetlb=1` (glibc 2.35 and up), which it reads only when a process starts. Not
-    restarted is a process that has a value for it, 0 too, or a debugger, or that another program
-    forked: the words with which Python started are not those of this command then.
+    `glibc.malloc.hugetlb=1` (glibc 2.35 and up), which it reads only when a process starts. A
+    process is not restarted if it has a value for that, 0 too, if it has a debugger, or if another
+    program forked it: Python then started with other words than those of this command.
     """
     tunables, words = os.environ.get(VARIABLE, ""), sys.argv[1:]
     has_debugger = sys.gettrace() is not None or "pydevd" in sys.modules

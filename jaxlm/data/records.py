@@ -297,12 +297,12 @@ def note_of_table(pattern: str) -> str | None:
     Args:
       pattern: a path or a glob of `data.train`, also with the name of a source before it.
     """
-    path = Path(pattern.rpartition("=")[2])
-    if (records := TABLES.get(formats.kind_of(path.name))) is None:
+    name = pattern.rpartition("=")[2]
+    if (records := TABLES.get(formats.kind_of(name))) is None:
         return None
-    note = f"{path} is read as one text, with the delimiters and quotes of its columns"
-    is_glob = any(each in path.name for each in "*?[")
-    read = "jaxlm docs corpus" if is_glob else _as_lines(path, records)
+    note = f"{name} is read as one text, with the delimiters and quotes of its columns"
+    is_file = "://" not in name and not any(each in name for each in "*?[")
+    read = _as_lines(Path(name), records) if is_file else "jaxlm docs corpus"
     return f"{note}; to read its records: {read}"
 
 

@@ -83,4 +83,5 @@ def _parts(whole: Any) -> Iterator[tuple[list[int], list[int]]]:
         if sum(sizes[number] for number in part) * PARTS >= sum(sizes):
             yield part, sorted(read)
             part, read = [], set()
-    yield part, sorted(read)
+    if part:
+        yield part, sorted(read)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxlm.core.errors import InUse
+from jaxlm.core.errors import ANOTHER, InUse
 
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # a filesystem without flock
 PERIODS = 3  # of its heartbeat, after which a lease is stale
@@ -149,5 +149,5 @@ def _in_use(path: Path, file: int, more: str = "") -> InUse:
         "another process is using this run directory",
         where=str(path.parent),
         why=(owner or "its owner has not written its name yet") + more,
-        fix="--workdir=runs/another",
+        fix=ANOTHER,
     )

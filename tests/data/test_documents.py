@@ -239,4 +239,7 @@ def test_the_note_of_a_table_has_a_command_that_writes_its_records(tmp_path, pat
     lines = (tmp_path / "a b-lines.jsonl").read_text().splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["one, two", "three"]
     assert note_of_table(f"{tmp_path}/a.jsonl") is None
-    assert note_of_table(f"{tmp_path}/*.tsv").endswith("to read its records: jaxlm docs corpus")
+    for other in (f"{tmp_path}/*.tsv", "s3://bucket/a.csv.gz"):
+        note = note_of_table(other)
+        assert note.startswith(f"{other} is read as one text")
+        assert note.endswith("to read its records: jaxlm docs corpus")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults, tree
-from jaxlm.core.errors import DataError, Diverged, NotWritable, SaveFailed
+from jaxlm.core.errors import ANOTHER, DataError, Diverged, NotWritable, SaveFailed
 from jaxlm.data import loader
 from jaxlm.models.heads import SCORE_HEADS
 from jaxlm.monitor import formatting
@@ -94,7 +94,7 @@ class Rewinds:
                 why=f"{guards.describe_verdict(int(spent.values['verdict']))}:"
                 f" loss {spent.values['loss_nats']:.4g},"
                 f" gradient norm {spent.values['grad_norm']:.4g}, learning rate {rate:.3g}",
-                fix=f"--config.optim.lr={rate / 3:.1e} --workdir=runs/another",
+                fix=f"--config.optim.lr={rate / 3:.1e} {ANOTHER}",
             )
         values = store.verifier.decide(
             lambda: dataclasses.asdict(self.add(spent.first, store, guard, note))

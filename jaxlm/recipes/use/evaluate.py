@@ -257,8 +257,9 @@ def _warn_of_other_sets(workdir: Path, data: dataset.Data, say: Log) -> None:
         key = f"validation.{name}"
         if key in trained and trained[key] != data.fingerprint.get(key):
             say(
-                f"caution: {name} is not the set of the training, its tokens differ: the files of "
-                f"data.train or data.validation have changed, or others are meant in {Path.cwd()}"
+                f"caution: {name} is not the set of the training: its tokens differ. Files of "
+                f"data.train or data.validation have changed, or {Path.cwd()} has others of the "
+                "same names"
             )
 
 
