@@ -1,6 +1,6 @@
 """A function of parameters, computed in parts, with each parameter deleted once it is used up."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jaxlm.generate.config import PARTS
 
 
-def consume(function: Callable[[Any], list[Array]], params: Any) -> list[Array]:
+def consume(
+    function: Callable[[Any], list[Array]], params: Any, retained: Sequence[Array] = ()
+) -> list[Array]:
     """Return `function(params)`, and delete the parameters that are not among its results.
 
     The results that read a parameter are in one part, and the parameter is deleted when the part
@@ -20,6 +22,7 @@ def consume(function: Callable[[Any], list[Array]], params: Any) -> list[Array]:
     Args:
       function: a function that can be traced.
       params: a tree of arrays.
+      retained: arrays of the tree that are not deleted.
     """
     leaves, tree = jax.tree.flatten(params)
     whole = jax.make_jaxpr(lambda *leaves: function(jax.tree.unflatten(tree, leaves)))(*leaves)
@@ -28,7 +31,7 @@ def consume(function: Callable[[Any], list[Array]], params: Any) -> list[Array]:
     for number, var in enumerate(whole.jaxpr.outvars):
         if not isinstance(var, Literal) and var in places:
             results[number] = leaves[places[var]]
-    held = set(map(id, results.values()))
+    held = {id(each) for each in (*results.values(), *retained)}
     for part, read in _parts(whole):
         part = [number for number in part if number not in results]
         make = jax.jit(jaxpr_as_fun(_restricted(whole, part, read)))

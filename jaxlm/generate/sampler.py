@@ -1,7 +1,7 @@
 """Text from a model: the same prompts with the same keys, at any step."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import beam, decode, sampling, text_stream
 from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.consume import consume
 from jaxlm.generate.sampling import Penalties
 from jaxlm.generate.text_stream import TextStream
 from jaxlm.models.build import Blueprint
@@ -108,6 +109,7 @@ class Sampler:
             "both_ways": both_ways,
             "is_int8": config.kv_cache_dtype == "int8",
         }
+        self._search: Callable[..., Any] | None = None
         if config.beams > 1:
             searched = beam.build(
                 blueprint.merge, beams=config.beams, length_penalty=config.length_penalty, **shared
@@ -115,7 +117,7 @@ class Sampler:
             self._search = jax.jit(searched)
             return
         cuts = ("temperature", "top_k", "top_p", "min_p")
-        self._decoding = decode.build(
+        decoding = decode.build(
             blueprint.merge,
             functools.partial(sampling.draw, **{name: getattr(config, name) for name in cuts}),
             penalties=Penalties(
@@ -128,17 +130,39 @@ class Sampler:
             else None,
             is_scored=is_scored,
             **shared,
-        ).compiled()
+        )
+        self._layout, self._decoding = decoding.prepare, decoding.compiled()
+
+    def prepared(self, params: Any) -> Any:
+        """Return the weights as the token loop reads them, for `write_prepared`."""
+        return params if self._search is not None else self._decoding.prepare(params)
+
+    def consumed(self, params: Any, retained: Sequence[Array] = ()) -> Any:
+        """Return `prepared(params)`, made in parts; delete the parameters, see `consume`.
+
+        Args:
+          params: the parameters.
+          retained: arrays that are not deleted.
+        """
+        if self._search is not None:
+            return params
+        form = jax.tree.structure(jax.eval_shape(self._layout, params))
+        leaves = consume(lambda params: jax.tree.leaves(self._layout(params)), params, retained)
+        return jax.tree.unflatten(form, leaves)
 
     def write(self, params: Any, on_text: OnText | None = None) -> list[Continuation]:
         """Return the continuation of each prompt; it depends on that prompt and its seed only.
 
         `on_text` receives text while it is generated; beam search does not call it.
         """
+        return self.write_prepared(self.prepared(params), on_text)
+
+    def write_prepared(self, ready: Any, on_text: OnText | None = None) -> list[Continuation]:
+        """Return what `write` does, with the weights that `prepared` returned."""
         rows = prompt_rows(self.tokenizer, self.config.prompts, is_paired=self._is_paired)
         seeds = self.config.seed if len(self.config.seed) > 1 else self.config.seed * len(rows)
         keys = [random.key(seed, "sample") for seed in seeds]
-        return self._continued(params, self.config.prompts, rows, keys, on_text)
+        return self._continued(ready, self.config.prompts, rows, keys, on_text)
 
     def continue_rows(
         self,
@@ -153,18 +177,18 @@ class Sampler:
         The prompts of the continuations are empty, and those of the config are not used. Rows are
         padded as if one had at least `least` ids.
         """
-        return self._continued(params, [""] * len(rows), rows, keys, None, least)
+        return self._continued(self.prepared(params), [""] * len(rows), rows, keys, None, least)
 
     def _continued(
         self,
-        params: Any,
+        ready: Any,
         prompts: Sequence[str],
         rows: Sequence[Sequence[int]],
         keys: Sequence[Array],
         on_text: OnText | None,
         least: int = 1,
     ) -> list[Continuation]:
-        config, tokenizer = self.config, self.tokenizer
+        tokenizer = self.tokenizer
         # Rows that fill the devices hold one token and are dropped.
         spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
         rows = [*rows, *[[tokenizer.eos]] * spare]
@@ -176,21 +200,21 @@ class Sampler:
         lengths = np.array([len(ids) for ids in rows], np.int32)
         stacked = jnp.stack([*keys, *[random.key(0, "sample")] * spare])
         inputs = (padded, lengths, stacked)
-        if config.beams > 1:
-            out = host.fetch(self._search(params, *inputs))
+        if self._search is not None:
+            out = host.fetch(self._search(ready, *inputs))
         else:
-            out = self._drawn(params, inputs, on_text)
+            out = self._drawn(ready, inputs, on_text)
         return [self._written(prompt, row, out) for row, prompt in enumerate(prompts)]
 
     def _drawn(
-        self, params: Any, inputs: tuple[Any, ...], on_text: OnText | None
+        self, ready: Any, inputs: tuple[Any, ...], on_text: OnText | None
     ) -> decode.Generated:
         """Generate with the same programs: all at once, or a few tokens at a time for `on_text`."""
         decoding, max_tokens = self._decoding, self.config.max_tokens
-        prepared, keys = decoding.prepare(params), inputs[-1]
-        state = decoding.start(prepared, *inputs)
+        keys = inputs[-1]
+        state = decoding.start(ready, *inputs)
         if on_text is None:
-            state = decoding.decode_until(prepared, state, keys, jnp.int32(max_tokens))
+            state = decoding.decode_until(ready, state, keys, jnp.int32(max_tokens))
             return host.fetch(decode.collect(state))
         streams = [TextStream(self._stops) for _ in self.config.prompts]
         shown, until = [0] * len(streams), 1
@@ -206,7 +230,7 @@ class Sampler:
             if is_last:
                 return host.fetch(decode.collect(state))
             until = min(until + STREAMED_TOKENS, max_tokens)
-            state = decoding.decode_until(prepared, state, keys, jnp.int32(until))
+            state = decoding.decode_until(ready, state, keys, jnp.int32(until))
 
     def _written(self, prompt: str, row: int, out: Any) -> Continuation:
         reason, count = int(out.reason[row]), int(out.length[row])

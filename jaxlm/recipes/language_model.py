@@ -27,6 +27,7 @@ from jaxlm.generate.sampler import Continuation
 from jaxlm.models.build import Model, Params
 from jaxlm.models.families.union import SIZES
 from jaxlm.objectives import loss
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_model
 from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
@@ -191,7 +192,7 @@ class LanguageModel:
 
     @functools.cached_property
     def _nll(self) -> Any:
-        blueprint, chunk = self.loaded.model.blueprint, self.config.loss.chunk
+        blueprint, chunk = self.loaded.model.blueprint, setup.pass_chunk(self.config)
         return jax.jit(
             lambda params, batch: loss.score(blueprint.merge(params), batch, None, chunk)[0].nll
         )
@@ -209,7 +210,8 @@ class LanguageModel:
         Args:
           text: globs of the text to evaluate on; () for the validation sets of the run.
           sequence: length of the rows; None for the run's own.
-          batch: rows of a step; None for the run's own.
+          batch: rows of a step; by default (None) as many as a micro-batch, and at most 16,384
+            tokens for each part of the batch.
           `say`: receives log lines; None for none.
         """
         globs = (text,) if isinstance(text, str) else tuple(text)
@@ -219,7 +221,7 @@ class LanguageModel:
             )
         length = evaluate.checked_length(self.loaded, sequence)
         loaders = evaluate.open_loaders(self.loaded, globs, length, say or _silent)
-        sets = evaluate.measure(self.loaded, loaders, batch or self.config.train.batch)
+        sets = evaluate.measure(self.loaded, loaders, batch)
         return {"step": self.step, "sequence": length} | evaluate.with_first(
             self.loaded, globs, sets
         )

@@ -28,7 +28,7 @@ from jaxlm.evals.tasks import requests as texts
 from jaxlm.evals.tasks.requests import ScoringRequest
 from jaxlm.objectives import loss
 from jaxlm.parallel import host, rules
-from jaxlm.recipes import language_model
+from jaxlm.recipes import language_model, setup
 from jaxlm.recipes.use import load
 
 ROWS = 8  # requests that are scored at a time
@@ -63,7 +63,8 @@ class LmEvalModel(LM):
         loaded = self._model.loaded
         load.check_generates(loaded, is_chat=False)
         self._length = sequence or loaded.run.data.sequence
-        mesh, blueprint, chunk = loaded.model.mesh, loaded.model.blueprint, loaded.run.loss.chunk
+        mesh, blueprint = loaded.model.mesh, loaded.model.blueprint
+        chunk = setup.pass_chunk(loaded.run)
         ways = rules.split(mesh, "batch")
         self._rows = -(-ROWS // ways) * ways
         self._put = functools.partial(host.put, mesh)

@@ -53,6 +53,8 @@ from jaxlm.tune.config import Full
 
 MIN_COMPILE_TIME = "jax_persistent_cache_min_compile_time_secs"
 KEPT_SECONDS = 0.1  # JAX's default of 1 leaves out a second of small programs at each start
+PASS_TOKENS = 16_384  # of a forward pass outside of training, for each part of the batch
+PASS_LOGITS = 2_048  # tokens of a device whose logits are in memory in such a pass
 MAX_HELD_OUT = 50  # percent, in the fix line of an error
 _put_in_place = lru_cache.LRUCache.put
 _SCALED = re.compile(r"/attention/(query|key)/")  # weights that QK-clip scales
@@ -328,6 +330,38 @@ def build_mesh_for(run: Run) -> Mesh:
     mesh = meshes.build(run.mesh)
     check_fit(run, mesh)
     return mesh
+
+
+def pass_rows(run: Run, mesh: Mesh, *, sequence: int | None = None, most: int | None = None) -> int:
+    """Return the rows of a forward pass outside of training: as many as devices share evenly.
+
+    They are `eval.batch` rows. If it is auto, they are those of a micro-batch, and have at most
+    PASS_TOKENS tokens for each part of the batch.
+
+    Args:
+      run: the run.
+      mesh: the mesh.
+      sequence: length of the rows; None for that of the run.
+      most: rows that there are; None for any number.
+    """
+    ways = rules.split(mesh, "batch")
+    if run.eval.batch == "auto":
+        fitting = ways * PASS_TOKENS // (sequence or run.data.sequence)
+        rows = min(-(-run.train.batch // run.train.microbatches), max(fitting, 1))
+    else:
+        rows = run.eval.batch
+    if most is not None:  # the last batch is filled up: all have about as many rows
+        rows = -(-most // max(-(-most // rows), 1))
+    return -(-rows // ways) * ways
+
+
+def pass_chunk(run: Run) -> int:
+    """Return the tokens of each device whose logits are in memory at a time, outside of training.
+
+    They are `loss.chunk`, and PASS_LOGITS if it is None: training has memory for all logits of a
+    micro-batch of its own model, and a pass of an imported model may not.
+    """
+    return run.loss.chunk or PASS_LOGITS
 
 
 def check_fit(run: Run, mesh: Mesh) -> None:

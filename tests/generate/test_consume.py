@@ -78,3 +78,10 @@ def test_a_result_of_two_parameters_keeps_neither_and_a_parameter_that_is_a_resu
     assert made[1] is params["c"]
     np.testing.assert_array_equal(made[0], np.full((4, 4), 8.0))
     np.testing.assert_array_equal(made[3], np.zeros(2))
+
+
+def test_what_another_model_has_too_is_kept():
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
+    made = consume(lambda p: [2 * p["a"], 3 * p["b"]], params, [params["b"]])
+    assert [each.is_deleted() for each in params.values()] == [True, False]
+    np.testing.assert_array_equal(made[1], np.full((4, 4), 3.0))

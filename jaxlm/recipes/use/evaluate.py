@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlm.core import backend
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.core.mean import Mean
@@ -62,7 +63,7 @@ def evaluate(
       workdir: the run.
       text: globs of the text to evaluate on; () means the run's own validation sets.
       sequence: length of the rows; None for the run's own.
-      batch: rows of a step; None for the run's own.
+      batch: rows of a step; by default (None) those of `setup.pass_rows`.
       verify: also generate an answer to each conversation and compare it, under `answers` of a set.
         Then `text` are conversations.
       adapter: a folder of PEFT or RUN[@STEP], whose adapter changes the model of the run.
@@ -74,7 +75,6 @@ def evaluate(
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     sequence = checked_length(opened, sequence)
-    batch = batch or opened.run.train.batch
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
@@ -87,7 +87,8 @@ def evaluate(
         sets = measure(opened, loaders, batch)
         for name, questions in asked.items():
             say(f"answering {len(questions.prompts)} prompts of {name}")
-            sets[name]["answers"] = verifier.answer(questions, batch)
+            rows = batch or opened.run.train.batch
+            sets[name]["answers"] = verifier.answer(questions, rows)
     return {"step": opened.step, "sequence": sequence} | with_first(opened, text, sets)
 
 
@@ -111,18 +112,30 @@ def with_first(opened: LoadedRun, text: Sequence[str], sets: dict[str, Any]) -> 
     return {**sets[first], "sets": sets}
 
 
-def measure(opened: LoadedRun, loaders: Mapping[str, Loader], batch: int) -> dict[str, Any]:
+def measure(
+    opened: LoadedRun, loaders: Mapping[str, Loader], batch: int | None = None
+) -> dict[str, Any]:
     """Return metrics by set over every token of each, once.
 
-    The batch has at least `batch` rows: as many as the devices share evenly.
+    Args:
+      opened: the run.
+      loaders: the sets by name, with rows of one length.
+      batch: rows of a step, rounded up to what the devices share evenly; None for those of
+        `setup.pass_rows`, at most the rows of the largest set.
     """
     mesh = opened.model.mesh
+    if backend.name() == "cpu":
+        backend.keep_freed_memory()
+    if batch is None:
+        most = max((each.plan.rows for each in loaders.values()), default=1)
+        length = next(iter(loaders.values())).sequence
+        batch = setup.pass_rows(opened.run, mesh, sequence=length, most=most)
     ways = rules.split(mesh, "batch")
     batch = -(-batch // ways) * ways
     sets = dict[str, dict[str, Any]]()
     with jax.set_mesh(mesh):
         table = setup.token_bytes(opened.model, opened.tokenizer)
-        chunk = opened.run.loss.chunk
+        chunk = setup.pass_chunk(opened.run)
         prefix = setup.prefix(opened.tokenizer)
         step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
         rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
@@ -285,7 +298,8 @@ def scorer(config: Perplexity) -> Scorer:
     mesh = opened.model.mesh
     batch, length = rules.split(mesh, "batch"), opened.run.data.sequence
     table = setup.token_bytes(opened.model, opened.tokenizer)
-    step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=opened.run.loss.chunk))
+    chunk = setup.pass_chunk(opened.run)
+    step = jax.jit(loss.build(opened.model.blueprint.merge, table, chunk=chunk))
     rows_of = functools.partial(_rows, batch=batch, length=length)
 
     def score(text: str) -> float | None:

@@ -17,7 +17,7 @@ from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.objectives.loss import score
-from jaxlm.parallel import host, rules
+from jaxlm.parallel import host
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
@@ -123,12 +123,11 @@ def _in_bfloat16(merged: load.LoadedRun) -> load.LoadedRun:
 def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> dict[str, Any]:
     """Return mean and largest difference of the log-probabilities of the same tokens."""
     mesh, run = merged.model.mesh, merged.run
-    ways = rules.split(mesh, "batch")
-    size = -(-run.train.batch // ways) * ways
+    size = setup.pass_rows(run, mesh)
     rows, put = host.host_rows(mesh, size), functools.partial(host.put, mesh)
 
     def nll(blueprint: Blueprint, params: Any, batch: Tokens) -> jax.Array:
-        return score(blueprint.merge(params), batch, None, run.loss.chunk)[0].nll
+        return score(blueprint.merge(params), batch, None, setup.pass_chunk(run))[0].nll
 
     loader = next(iter(evaluate.open_loaders(merged, (), run.data.sequence, say).values()))
     with jax.set_mesh(mesh):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxlm.core import backend
 from jaxlm.core.callbacks import Log
 from jaxlm.data.batch import Tokens
 from jaxlm.data.loader import Loader
@@ -20,7 +21,8 @@ from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.sampler import Sampler
 from jaxlm.models.build import Blueprint
 from jaxlm.objectives.loss import read_sharded
-from jaxlm.parallel import host, rules
+from jaxlm.parallel import host
+from jaxlm.recipes import setup
 from jaxlm.recipes.compare import tasks as comparison
 from jaxlm.recipes.use import tasks
 from jaxlm.recipes.use.load import LoadedRun
@@ -74,8 +76,7 @@ def _changed(pair: comparison.TaskComparison) -> dict[str, Any]:
 def divergence(opened: LoadedRun, rounded: LoadedRun, loader: Loader) -> dict[str, Any]:
     """Return KL(before | after) in nats, mean and 99.9%, and the share of equal likeliest ids."""
     mesh = opened.model.mesh
-    ways = rules.split(mesh, "batch")
-    size = -(-opened.run.train.batch // ways) * ways
+    size = setup.pass_rows(opened.run, mesh, sequence=loader.sequence, most=loader.plan.rows)
     rows = host.host_rows(mesh, size)
     step = jax.jit(functools.partial(_compared, opened.model.blueprint, rounded.model.blueprint))
     distances, same = [], []
@@ -121,7 +122,12 @@ def _compared(
 def texts(
     models: dict[str, LoadedRun], loader: Loader, table: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the tokens after which greedy texts depart; adds the speed of both to the table."""
+    """Return the tokens after which greedy texts depart; adds the speed of both to the table.
+
+    A token loop on a CPU reads copies of the weights. So that the copies of one model are in memory
+    at a time, the parameters of the first model are deleted when their copies exist, but for those
+    that the second has too.
+    """
     opened = models["before"]
     sequence = opened.run.data.sequence
     if opened.run.objective.prompts == "none" or opened.run.architecture == "encoder-decoder":
@@ -133,20 +139,25 @@ def texts(
     settings = GenerateConfig(
         prompts=prompts, max_tokens=min(TOKENS, sequence // 4), temperature=0.0
     )
-    ids = []
+    if backend.name() == "cpu":
+        backend.release_freed_memory()
+    ids, retained = [], jax.tree.leaves(models["after"].params)
     for name, each in models.items():
         with jax.set_mesh(each.model.mesh):
             is_both = each.run.objective.prompts == "both ways"
             sampler = Sampler(
                 settings, each.model.blueprint, each.tokenizer, both_ways=is_both, flag="--"
             )
-            ids.append([text.ids for text in sampler.write(each.params)])
+            prepare = functools.partial(sampler.consumed, retained=retained)
+            ready = (prepare if name == "before" else sampler.prepared)(each.params)
+            ids.append([text.ids for text in sampler.write_prepared(ready)])
             speeds = []
             for _ in range(TIMED):
                 begin = time.perf_counter()
-                count = sum(len(text.ids) for text in sampler.write(each.params))
+                count = sum(len(text.ids) for text in sampler.write_prepared(ready))
                 speeds.append(count / (time.perf_counter() - begin))
             table[name]["tokens_per_second"] = max(speeds)
+            del ready
     departures = [
         next((n for n, (a, b) in enumerate(zip(*pair, strict=False)) if a != b), None)
         for pair in zip(*ids, strict=True)

@@ -18,7 +18,7 @@ from jaxlm.data.loader import Loader
 from jaxlm.evals import loss
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import BackboneConfig
-from jaxlm.parallel import host, rules
+from jaxlm.parallel import host
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
@@ -169,7 +169,7 @@ def _losses(opened: LoadedRun, loader: Loader, limit: int, sets: Sequence[Sequen
     mesh, config = opened.model.mesh, opened.model.blueprint.config
     assert isinstance(config, BackboneConfig)
     table = setup.token_bytes(opened.model, opened.tokenizer)
-    batch = -(-opened.run.train.batch // (ways := rules.split(mesh, "batch"))) * ways
+    batch = setup.pass_rows(opened.run, mesh)
     rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
     steps: dict[Any, Any] = {}
     for numbers in sets:
@@ -178,7 +178,7 @@ def _losses(opened: LoadedRun, loader: Loader, limit: int, sets: Sequence[Sequen
         if layers not in steps:
             merge = Blueprint(alone, opened.model.precision).merge
             prefix = setup.prefix(opened.tokenizer)
-            chunk = opened.run.loss.chunk
+            chunk = setup.pass_chunk(opened.run)
             steps[layers] = jax.jit(loss.build(merge, table, chunk=chunk, prefix=prefix))
         step = functools.partial(steps[layers], kept(opened.params, config, alone, numbers))
         batches = loader.evaluation(batch=batch, rows=rows, limit=limit)

@@ -103,12 +103,13 @@ def quantize(
     table: dict[str, dict[str, Any]] = {}
     for name, each in models.items():
         say(f"{name}: loss of {', '.join(loaders)}")
-        sets = evaluate.measure(each, loaders, each.run.train.batch)
+        sets = evaluate.measure(each, loaders)
         first = evaluate.with_first(each, options.text, sets)
         table[name] = {key: first[key] for key in ("loss_nats", "bits_per_byte")}
         table[name]["bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(each.params))
     growth = table["after"]["loss_nats"] / table["before"]["loss_nats"] - 1
     loader = loaders[next(iter(loaders)) if options.text else _ranking(opened, loaders)]
+    say("comparing the distributions of both")
     answer = {
         "workdir": str(options.out),
         "step": opened.step,
@@ -119,13 +120,14 @@ def quantize(
         "unread_experts": unread,
         "loss_growth": growth,
         **model_difference.divergence(opened, rounded, loader),
-        **model_difference.texts(models, loader, table),
         "tasks": model_difference.answers(
             models, prepared, (options.workdir, _unfinished(options)), say
         ),
         **table,
     }
     _check(answer, allowed, options)
+    say("writing greedy texts")
+    answer |= model_difference.texts(models, loader, table)
     store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     base = load.InitSource(opened.run, store, opened.step)
     with RunDir(options.out) as directory:
@@ -319,7 +321,7 @@ def _rounded(
         made[path] = codes or _nearest(path, layers[path], plain[path])
     leaves: dict[str, Array] = {}
     for path, leaf in plain.items():
-        new = made.get(path, {path: calibrated.get(path, leaf)})
+        new = made.pop(path, {path: calibrated.get(path, leaf)})
         leaves |= {name: jax.device_put(each, shardings[name]) for name, each in new.items()}
     params = tree.map_with_path(lambda path, _: leaves[path], model.blueprint.shapes)
     return dataclasses.replace(opened, run=run, model=model, params=params), unread

@@ -147,6 +147,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
 
 def _facts(run: Run, source: InitSource, **facts: Any) -> Facts:
     """Return the facts of a pass; its bits depend on nothing else."""
+    mesh = setup.build_mesh_for(run)
     return Facts(
         run=str(source.workdir),
         step=source.step,
@@ -156,9 +157,9 @@ def _facts(run: Run, source: InitSource, **facts: Any) -> Facts:
             "precision": dataclasses.asdict(source.run.precision),
             "packing": run.data.packing,
             "seed": run.seed,
-            "rows": run.train.batch,
-            "mesh": format_mesh(dict(setup.build_mesh_for(run).shape)),
-            "kernel": [run.train.attention, run.train.stack, run.loss.chunk],
+            "rows": setup.pass_rows(run, mesh),
+            "mesh": format_mesh(dict(mesh.shape)),
+            "kernel": [run.train.attention, run.train.stack, setup.pass_chunk(run)],
         },
         **facts,
     )
@@ -241,7 +242,7 @@ class _Pass:
         progress = formatting.ProgressLines(self._say, shown=formatting.count)
         with jax.set_mesh(mesh):
             step, total = None, sum(loader.plan.rows for loader in loaders)
-            size, saved, before = self._run.train.batch, time.monotonic(), 0
+            size, saved, before = setup.pass_rows(self._run, mesh), time.monotonic(), 0
             for number, loader in enumerate(loaders):
                 done, count = self._done.get(str(number), 0), -(-loader.plan.rows // size)
                 batches = itertools.islice(loader.evaluation(batch=size), done, None)
@@ -258,7 +259,7 @@ class _Pass:
 
     def _step(self, mesh: Any) -> Any:
         """Return the compiled function of a batch to its rows, as NumPy arrays."""
-        facts, chunk = self._facts, self._run.loss.chunk
+        facts, chunk = self._facts, setup.pass_chunk(self._run)
         frozen = frozen_model(self._run, self._source, facts.vocab, mesh)
 
         def top(params: Any, batch: Tokens) -> Any:

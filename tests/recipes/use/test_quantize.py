@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import gc
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import disk, faults, tree
 from jaxlm.core.errors import DataError
 from jaxlm.data.teacher import StoredTeacher
+from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.use import load, quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
@@ -78,6 +81,33 @@ def test_what_is_not_quantized_keeps_its_bits_and_the_run_is_used_as_any(run, co
     code, answer = call(capsys, *words)
     assert code == 0
     assert all(map(math.isfinite, answer["samples"][0]["log_probabilities"]))
+
+
+def test_while_texts_are_written_no_other_copy_of_a_model_is_in_memory(run, tmp_path, monkeypatch):
+    seen, parts, write, wait = [], [], Sampler.write_prepared, jax.block_until_ready
+
+    def size(arrays):
+        return sum(each.nbytes for each in arrays if not each.is_deleted())
+
+    def watched(sampler, ready, on_text=None):
+        gc.collect()
+        seen.append(size(jax.live_arrays()) - size(jax.tree.leaves(ready)))
+        return write(sampler, ready, on_text)
+
+    def counted(arrays):
+        parts.append(isinstance(arrays, list))
+        return wait(arrays)
+
+    monkeypatch.setattr(Sampler, "write_prepared", watched)
+    monkeypatch.setattr("jaxlm.generate.consume.jax.block_until_ready", counted)
+    gc.collect()
+    others, out = size(jax.live_arrays()), tmp_path / "out"
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=nf4", "--allow=loss:50%"]
+    assert main([*words, "--quiet"]) == 0
+    table = json.loads((out / IMPORTED).read_text())
+    assert sum(parts) > 2  # copies of the first model
+    assert len(seen) == 8  # each model writes once, and is timed three times
+    assert max(seen) - others < table["after"]["bytes"] + 0.1 * table["before"]["bytes"]
 
 
 @pytest.mark.slow
