@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxlm.nn.init import Initializer
 from jaxlm.ops import integer_product
-from jaxlm.ops.matmul import grouped_matmul, matmul
+from jaxlm.ops.matmul import group_tile, grouped_matmul, matmul
 from jaxlm.ops.row_product import Side, decode_layout, decode_side, is_one_cpu
 from jaxlm.ops.weight_codes import WeightFormat
 from jaxlm.parallel.rules import constrain
@@ -195,4 +195,7 @@ class GroupedLinear(nnx.Module):
         self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None
     ) -> Float[Array, "..."]:
         """Apply `weight`, this device's part, as `grouped_matmul`: 2 x ins x outs FLOPs a row."""
-        return grouped_matmul(x, weight, sizes, self.precision)
+        tile = None
+        if sizes is not None and not self._is_by_input:
+            tile = group_tile(len(x), len(weight))
+        return grouped_matmul(x, weight, sizes, self.precision, tile)

@@ -150,13 +150,13 @@ def matmul_parameters_per_token(config: ModelConfig, sequence: int, targets: int
 
 
 def is_dense_ragged(platform: str) -> bool:
-    """Return whether XLA computes a ragged product as a dense one on `cpu`, `gpu` or `tpu`.
+    """Return whether a ragged product is computed as a dense one on `cpu`, `gpu` or `tpu`.
 
-    On TPUs each group of rows is multiplied with its own weight. On CPUs and NVIDIA GPUs the rows
-    [M, I] are copied for each of E weights, with zeros for other groups' rows, and [M, E I] is
-    multiplied with [E I, O].
+    On TPUs XLA multiplies each group of rows with its own weight, and on CPUs a loop over tiles of
+    rows does (`ops.matmul`). On NVIDIA GPUs XLA copies the rows [M, I] for each of E weights, with
+    zeros for other groups' rows, and multiplies [M, E I] with [E I, O].
     """
-    return platform != "tpu"
+    return platform == "gpu"
 
 
 def expert_rows(mlp: MoeConfig, length: int, sizes: Mapping[str, int]) -> float:

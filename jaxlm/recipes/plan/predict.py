@@ -487,7 +487,7 @@ def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> It
 def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Iterator[str]:
     """Yield a warning for each kind of experts that multiplies rows with other experts' weights.
 
-    Only GPUs are considered: a CPU does the same, but its runs are small.
+    Only GPUs do: TPUs and CPUs multiply the rows of each expert alone.
     """
     if platform != "gpu":
         return
