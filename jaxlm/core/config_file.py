@@ -90,6 +90,8 @@ def _unknown_name(text: str, published: Collection[str]) -> InputMissing:
     offered = shipped.values()[:4]
     if Path(f"{name}.py").is_file():
         offered = [f"{name}.py"]
+    elif elsewhere := [each for each in names if Path(each).name == Path(name).name]:
+        offered = elsewhere  # in another folder
     elif meant := nearest_word(name, known):
         offered = [meant]
     elif meant := nearest_word(name, (Path(each).name for each in names)):  # without its folder

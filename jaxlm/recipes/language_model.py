@@ -219,7 +219,7 @@ class LanguageModel:
             self._check_trained(
                 "an untrained model has no validation sets", "evaluate('texts/*.txt')"
             )
-        length = evaluate.checked_length(self.loaded, sequence)
+        length = evaluate.checked_length(self.loaded, sequence, say or _silent)
         loaders = evaluate.open_loaders(self.loaded, globs, length, say or _silent)
         sets = evaluate.measure(self.loaded, loaders, batch)
         return {"step": self.step, "sequence": length} | evaluate.with_first(

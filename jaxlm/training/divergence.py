@@ -29,7 +29,8 @@ class Divergence:
     the ids in the training text, and is not defined for every objective. A loss is worse than
 
     - uniform: if it is 5% above both ln V and the first loss of the run, after 10% of the steps, or
-      at once if the loss has been below ln V;
+      at once if the loss has been below ln V; an evaluation, if it is so above the one at step 0
+      too, as the text of the set may be harder than that of the first step;
     - uniform: if it is 2% above ln V after 50% of the steps, in a run of at least 100;
     - unigram: if it is 2% above that coder after 50% of the steps, in a run of at least 100, or at
       once if the loss has been below it. Only evaluations are compared with it.
@@ -60,6 +61,7 @@ class Divergence:
         worse: Coder | None = None,
     ):
         self._steps, self.uniform, self.unigram = steps, uniform, unigram
+        self._first_evaluation = best if math.isfinite(best) else None
         self.first, self._best, self._best_median = first, best, math.inf
         length = min(MAX_WINDOW, max(MIN_WINDOW, steps // 20))
         self._window: collections.deque[float] = collections.deque(maxlen=length)
@@ -83,13 +85,16 @@ class Divergence:
         if len(self._window) < (self._window.maxlen or 0):
             return
         self.median = statistics.median(self._window)
-        self.training = "uniform" if self._is_above_uniform(step, self.median) else None
+        begun = self.first or 0.0
+        self.training = "uniform" if self._is_above_uniform(step, self.median, begun) else None
         self._best_median = min(self._best_median, self.median)
 
     def evaluated(self, step: int, loss: float) -> Coder | None:
         """Judge the loss of an evaluation. Return the coder that it is worse than."""
         before = self.worse
-        if self._is_above_uniform(step, loss):
+        if step == 0 and math.isfinite(loss):
+            self._first_evaluation = loss
+        if self._is_above_uniform(step, loss, self.first_evaluation):
             self.evaluation = "uniform"
         elif self._is_above_unigram(step, loss, before):
             self.evaluation = "unigram"
@@ -99,10 +104,19 @@ class Divergence:
             self._best = loss
         return self.evaluation
 
-    def _is_above_uniform(self, step: int, loss: float) -> bool:
+    @property
+    def first_evaluation(self) -> float:
+        """The loss of step 0 on the set or in training, the higher one; 0 if there is none.
+
+        After a resumption it is the best one of the set.
+        """
+        losses = (self.first, self._first_evaluation)
+        return max((each for each in losses if each is not None), default=0.0)
+
+    def _is_above_uniform(self, step: int, loss: float, begun: float) -> bool:
         if self.worse == "uniform":
             return not loss <= self.uniform
-        limit = (1 + MARGIN) * max(self.uniform, self.first or 0.0)
+        limit = (1 + MARGIN) * max(self.uniform, begun)
         has_been_better = min(self._best, self._best_median) < self.uniform
         if not loss <= limit and (step >= WARM_UP * self._steps or has_been_better):
             return True

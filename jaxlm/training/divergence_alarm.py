@@ -150,17 +150,17 @@ class DivergenceAlarm:
             "loss_nats": loss if math.isfinite(loss) else None,
             "coder_nats": nats,
             "outcome": f"worse than the {worse} coder, "
-            + ("diverged" if self._has_risen(judge, loss) else "nothing learned"),
+            + ("diverged" if self._has_risen(judge, split, loss) else "nothing learned"),
             "message": f"the loss on {split}, {shown} nats, is worse than the {worse} coder "
             f"({nats:.2f} nats; {coder})",
-            "cause": self._cause(judge, loss),
+            "cause": self._cause(judge, split, loss),
             "command": shlex.join(words),
         }
 
-    def _cause(self, judge: Divergence, loss: float) -> str:
+    def _cause(self, judge: Divergence, split: str, loss: float) -> str:
         first = judge.first
         rate = f"optim.lr = {self._terms.rate:g}"
-        if first is not None and not self._has_risen(judge, loss):
+        if first is not None and not self._has_risen(judge, split, loss):
             if first > 1.5 * judge.uniform:
                 return (
                     f"the run began at {first:.4g} nats: weights that do not fit the tokenizer,"
@@ -172,7 +172,8 @@ class DivergenceAlarm:
         )
         return f"{rate} is too high for this model, batch and schedule{spikes}"
 
-    def _has_risen(self, judge: Divergence, loss: float) -> bool:
+    def _has_risen(self, judge: Divergence, split: str, loss: float) -> bool:
         """Return whether a loss is above the first one, or above the best evaluation."""
-        lower = [judge.first, self._progress.best_loss]
+        first = judge.first if split == "train" else judge.first_evaluation
+        lower = [first, self._progress.best_loss]
         return any(each is not None and not loss <= (1 + MARGIN) * each for each in lower)

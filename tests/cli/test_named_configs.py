@@ -100,6 +100,8 @@ def test_a_file_of_the_working_directory_comes_first(empty):
         ("mine", "--config=mine.py"),
         ("llama_1b.py", "--config=llama_1b"),
         ("lora", "--config=finetune/lora"),
+        ("finetune/simpo", "--config=preference/simpo"),
+        ("rl/sft", "--config=chain/sft"),
         ("zzzzzz", "--config=quickstart"),
     ],
 )

@@ -65,10 +65,10 @@ def test_each_group_meets_its_own_weight(sizes, tile, compute):
 
     out, x_grad, weights_grad = run(x, weights, grad)
     filled = slice(sum(sizes))
-    wanted = expected(*low, sizes)
-    np.testing.assert_allclose(out[filled], wanted[0][filled], rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(x_grad[filled], wanted[1][filled], rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(weights_grad, wanted[2], rtol=1e-5, atol=1e-4)
+    reference = expected(*low, sizes)
+    np.testing.assert_allclose(out[filled], reference[0][filled], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(x_grad[filled], reference[1][filled], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(weights_grad, reference[2], rtol=1e-5, atol=1e-4)
     assert np.isfinite(np.asarray(out)).all()
 
 
@@ -95,10 +95,10 @@ def test_devices_have_groups_of_their_own_sizes():
         rows = slice(75 * number, 75 * number + 75)
         padded = [np.zeros_like(x), np.zeros_like(grad)]
         padded[0][:75], padded[1][:75] = x[rows], grad[rows]
-        wanted = expected(padded[0], weights, padded[1], each)
-        np.testing.assert_allclose(out[rows], wanted[0][:75], rtol=1e-5, atol=1e-4)
-        np.testing.assert_allclose(x_grad[rows], wanted[1][:75], rtol=1e-5, atol=1e-4)
-        total += wanted[2]
+        reference = expected(padded[0], weights, padded[1], each)
+        np.testing.assert_allclose(out[rows], reference[0][:75], rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(x_grad[rows], reference[1][:75], rtol=1e-5, atol=1e-4)
+        total += reference[2]
     np.testing.assert_allclose(weights_grad, total, rtol=1e-5, atol=1e-4)
 
 

@@ -104,6 +104,17 @@ def test_a_loss_that_is_not_finite_is_worse_than_any():
     assert it.evaluated(220, math.nan) == "uniform"
 
 
+def test_an_evaluation_that_falls_is_no_alarm_if_its_text_is_harder_than_that_of_the_first_step():
+    it = watch(steps=8)
+    assert it.evaluated(0, 12.8) is None
+    trained(it, [9.0])
+    assert [it.evaluated(step, 12.8 - 0.3 * step) for step in range(1, 8)] == [None] * 7
+    assert it.evaluated(8, 14.0) == "uniform"
+    resumed = watch(steps=8, first=9.0, best=11.6)
+    assert resumed.evaluated(5, 11.3) is None
+    assert resumed.evaluated(6, 12.5) == "uniform"
+
+
 def test_without_a_unigram_coder_only_the_uniform_one_counts():
     it = Divergence(steps=1000, uniform=UNIFORM, unigram=lambda: None)
     trained(it, [UNIFORM])

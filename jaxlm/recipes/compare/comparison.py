@@ -1,5 +1,6 @@
 """Runs side by side: settings that differ, results with their uncertainty, curves. Free of JAX."""
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -219,17 +220,26 @@ def _results(
     differences: Mapping[str, Sequence[Any]],
     metric: str,
 ) -> list[ComparedRun]:
-    """Return a result for each set of runs that differ in their seed alone, the best first."""
-    groups: dict[str, list[str]] = {}
+    """Return a result for each set of runs that differ in their seed alone, the best first.
+
+    Of runs with the same seed, as a copy and its original, each has a result, and so have runs
+    whose last losses are of different steps.
+    """
+    groups: dict[tuple[str, Any, int], list[str]] = {}
+    seeds = differences.get(SEED, [None] * len(runs))
+    repeated = collections.Counter[tuple[str, Any, Any]]()
     for number, name in enumerate(runs):
         label = ", ".join(
             f"{path.rpartition('.')[2]} {brief(values[number])}"
             for path, values in differences.items()
             if path != SEED
         )
-        groups.setdefault(label, []).append(name)
+        step = _last(runs[name], splits[name], metric).get("step")
+        same = label, step, brief(seeds[number])
+        groups.setdefault((label, step, repeated[same]), []).append(name)
+        repeated[same] += 1
     results, is_rewarded = [], metric == "reward"
-    for label, names in groups.items():
+    for (label, _, _), names in groups.items():
         last = [_last(runs[name], splits[name], metric) for name in names]
         values = _numbers(last, metric)
         doubt, doubt_of = _doubt(values, _numbers(last, "loss_stderr"))

@@ -283,10 +283,14 @@ def _unpaired(
     first: str, result: TaskResult, other: str, candidates: Sequence[TaskResult], path: Path
 ) -> list[str]:
     """Return the note on a task that the other run has in another version, or not at all."""
-    flags = [f"--workdir={path}", f"--tasks={result.name}.toml"]
-    for name in ("shots", "form", "limit"):
-        if (value := result.facts["settings"].get(name)) not in (None, 0):
+    file = result.facts.get("path", f"{result.name}.toml")
+    flags = [f"--workdir={path}", f"--tasks={file}"]
+    settings = result.facts["settings"]
+    for name in ("shots", "form", "limit", "too_long", "seed"):
+        if (value := settings.get(name)) not in (None, 0, "refuse"):
             flags.append(f"--{name}={value}")
+    switches = {"is_chat": "--chat", "allow_code": "--allow_code"}
+    flags += [flag for name, flag in switches.items() if settings.get(name)]
     command = shlex.join(["jaxlm", "eval", *flags])
     same_name = [each for each in candidates if each.name == result.name]
     if not same_name:

@@ -74,7 +74,7 @@ def evaluate(
         answers.check_run(workdir, text, adapters.template_folder(adapter))
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
-    sequence = checked_length(opened, sequence)
+    sequence = checked_length(opened, sequence, say)
     if verify is None:
         sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
     else:
@@ -92,8 +92,11 @@ def evaluate(
     return {"step": opened.step, "sequence": sequence} | with_first(opened, text, sets)
 
 
-def checked_length(opened: LoadedRun, sequence: int | None) -> int:
-    """Return the length of rows, by default the run's own. Raises ConfigError if it is too long."""
+def checked_length(opened: LoadedRun, sequence: int | None, say: Log = lambda _: None) -> int:
+    """Return the length of rows, by default the run's own. Raises ConfigError if it is too long.
+
+    Log a caution if rows are longer than those that the model was trained for.
+    """
     decoder = opened.model.blueprint.config
     length = sequence or opened.run.data.sequence
     limit = opened.model.blueprint.text_positions or length
@@ -102,6 +105,8 @@ def checked_length(opened: LoadedRun, sequence: int | None) -> int:
         why, fix = f"the model has {limit} positions for text", f"--sequence={limit}"
         raise ConfigError(what, where="--sequence", why=why, fix=fix)
     attention_kernels.check_length(opened.model.mesh.shape, decoder, length, flag="--sequence")
+    if length > (positions := opened.run.model.max_positions):
+        say(f"caution: rows of {length} tokens exceed model.max_positions = {positions}")
     return length
 
 

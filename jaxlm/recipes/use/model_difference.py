@@ -31,7 +31,7 @@ from jaxlm.recipes.use.tasks import PreparedTask
 BATCHES = 64  # of the text, on which the distributions of both models are compared
 SLOTS = 64  # of each row, whose logits are in memory at a time
 TEXTS, PROMPT, TOKENS = 20, 16, 48  # greedy texts, and the tokens of a prompt and of its answer
-TIMED = 3  # repetitions; the fastest counts
+TIMED, TIMED_SECONDS = 3, 1.0  # repetitions, and their time, at least; the fastest counts
 
 
 def answers(
@@ -151,8 +151,9 @@ def texts(
             prepare = functools.partial(sampler.consumed, retained=retained)
             ready = (prepare if name == "before" else sampler.prepared)(each.params)
             ids.append([text.ids for text in sampler.write_prepared(ready)])
-            speeds = []
-            for _ in range(TIMED):
+            speeds = list[float]()
+            begun = time.perf_counter()
+            while len(speeds) < TIMED or time.perf_counter() - begun < TIMED_SECONDS:
                 begin = time.perf_counter()
                 count = sum(len(text.ids) for text in sampler.write_prepared(ready))
                 speeds.append(count / (time.perf_counter() - begin))

@@ -91,7 +91,7 @@ def quantize(
         tasks.check_causal(options.workdir)
     opened = load.load_run(options.workdir, check=_check_plain, say=say, **selection)
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
-    row, model = evaluate.checked_length(opened, None), opened.model
+    row, model = evaluate.checked_length(opened, None, say), opened.model
     tokenizers = tasks.Tokenizers(opened.tokenizer)
     settings = TaskSettings(limit=options.limit)
     rows = tasks.ModelRows(row, model.mesh, model.blueprint.config)

@@ -108,7 +108,7 @@ def evaluate_tasks(
     check_causal(workdir)
     reader = adapters.reader(adapter, say)
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
-    length = checked_length(opened, sequence)
+    length = checked_length(opened, sequence, say)
     template = None
     if settings.is_chat:
         template = template_of(workdir, adapters.template_folder(adapter), say)
@@ -512,6 +512,7 @@ def run_task(
     try:
         if is_writer and not (folder / TASK).exists():
             record = {**facts, "definition_digest": _digest(definition), "step": model.step}
+            record["path"] = str(prepared.task.path)
             sinks.replace(folder / TASK, json.dumps(record, indent=1).encode() + b"\n")
         with files.SampleFile(folder / files.SAMPLES, is_writer=is_writer) as samples:
             if is_writer:

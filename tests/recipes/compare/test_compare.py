@@ -86,6 +86,20 @@ def test_seeds_are_one_result_and_their_spread_is_its_doubt(answer, runs):
     assert slow["over_best"] == pytest.approx(last(runs / "slow")["loss_nats"] - best["nats"])
 
 
+def test_a_copy_of_a_run_is_no_other_seed_and_a_run_is_not_averaged_with_an_unfinished_one(
+    runs, tmp_path
+):
+    copy, cut = tmp_path / "copy", tmp_path / "cut"
+    shutil.copytree(runs / "first", copy)
+    shutil.copytree(runs / "second", cut)
+    lines = [each for each in harness.records(cut) if each["step"] <= 4]
+    (cut / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    names = runs / "first", runs / "second", copy, cut
+    results = comparison.compare(names).results
+    assert sorted(each.runs for each in results) == [["copy"], ["cut"], ["first", "second"]]
+    assert {each.doubt_of for each in results if len(each.runs) == 1} <= {"rows", ""}
+
+
 def test_the_curves_have_the_steps_tokens_and_seconds_of_each_evaluation(answer, runs):
     curve = answer[0]["curves"]["first"]
     records = harness.records(runs / "first")

@@ -10,7 +10,17 @@ from jaxlm.recipes.compare import tasks
 
 
 def write(
-    run, values, *, metric="accuracy", step=10, shots=0, groups=None, task="facts", weights="a"
+    run,
+    values,
+    *,
+    metric="accuracy",
+    step=10,
+    shots=0,
+    groups=None,
+    task="facts",
+    weights="a",
+    settings=None,
+    **more,
 ):
     """Write a run with results of a task as `jaxlm eval --tasks` does.
 
@@ -20,6 +30,8 @@ def write(
       metric, step, shots: name of the metric, step of the checkpoint, number of examples.
       groups: group of each item; None puts each into its own.
       task, weights: name of the task, and of the evaluated weights.
+      settings: further settings of the evaluation.
+      more: further facts.
     """
     folder = run / "evals" / f"{task}.{step}{shots}{weights}"
     folder.mkdir(parents=True)
@@ -31,7 +43,9 @@ def write(
         "settings": {"shots": shots, "form": "cloze", "limit": None},
         "weights": weights,
         "step": step,
+        **more,
     }
+    facts["settings"] |= {"too_long": "refuse", "seed": 0, "is_chat": False} | (settings or {})
     (folder / "task.json").write_text(json.dumps(facts))
     (folder / "results.json").write_text("{}")
     lines = [
@@ -161,6 +175,13 @@ def test_another_version_is_not_paired_and_the_note_has_the_command(tmp_path, ca
     (note,) = [each for each in answer["notes"] if "facts" in each]
     assert "is not paired, since settings of first and other differ" in note
     assert f"jaxlm eval --workdir={other} --tasks=facts.toml --shots=5" in note
+    more = {"too_long": "skip", "seed": 3, "is_chat": True, "allow_code": True}
+    write(first, answers[0], task="later", settings=more, path="my tasks/later.toml")
+    (note,) = [e for e in compared(capsys, first, other, page)["notes"] if "task later" in e]
+    assert note.endswith(
+        f"jaxlm eval --workdir={other} '--tasks=my tasks/later.toml' --form=cloze --too_long=skip "
+        "--seed=3 --chat --allow_code"
+    )
     error = compared(capsys, first, other, page, "--require=not_worse:1%", code=2)["error"]
     assert "same version" in error["why"]
 

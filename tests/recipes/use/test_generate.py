@@ -296,10 +296,16 @@ def test_an_object_is_not_given_in_parts(capsys):
     assert "--stream and --json" in answer["error"]["what"]
 
 
-def test_texts_beyond_the_positions_of_the_training_are_noted(capsys, run):
+def test_texts_and_rows_beyond_the_positions_of_the_training_are_noted(capsys, run):
     positions = json.loads((run / "config.json").read_text())["model"]["max_positions"]
     words = ["generate", f"--workdir={run}", "--prompt=a", "--temperature=0"]
     assert main([*words, f"--max_tokens={positions}"]) == 0
     assert f"exceed model.max_positions = {positions}" in capsys.readouterr().out
     assert main([*words, "--max_tokens=4"]) == 0
+    assert "exceed" not in capsys.readouterr().out
+    words = ["eval", f"--workdir={run}", f"--sequence={2 * positions}"]
+    assert main(words) == 0
+    caution = f"rows of {2 * positions} tokens exceed model.max_positions = {positions}"
+    assert caution in capsys.readouterr().out
+    assert main([*words[:-1], f"--sequence={positions}"]) == 0
     assert "exceed" not in capsys.readouterr().out

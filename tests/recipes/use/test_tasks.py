@@ -8,6 +8,7 @@ import math
 import random
 import shutil
 import time
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -104,6 +105,8 @@ def test_scores_are_those_of_the_evaluation_step_and_the_same_command_resumes(fo
     assert text["metrics"]["bits_per_byte"]["mean"] == pytest.approx(
         losses["bits_per_byte_text"], rel=1e-6
     )
+    stored = json.loads((Path(text["folder"]) / "task.json").read_text())
+    assert stored["path"] == str(folder / "text.toml")
     assert (text["groups"], text["items"]) == (3, 23)
     assert set(answer["tasks"]["pair"]["subsets"]) == {"k0", "k1", "k2"}
     choice = answer["tasks"]["choice"]
