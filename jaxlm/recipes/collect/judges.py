@@ -68,10 +68,10 @@ def build(name: str, say: Log, flag: str = FLAG) -> Judge:
         return NoJudge()
     kind, _, ref = name.partition(":")
     if kind in ("reward", "judge"):
-        model = (RewardModel if kind == "reward" else YesNoModel)(ref, flag, say)
+        model = (RewardModel if kind == "reward" else YesNoModel)(ref, f"{flag}={kind}:", say)
         return ModelJudge(model)
     if kind == "compare":
-        return ComparingJudge(ComparingModel(ref, flag, say))
+        return ComparingJudge(ComparingModel(ref, f"{flag}={kind}:", say))
     settings = RewardConfig(functions=(name,))
     for _, why, fix in settings.problems():
         meant = fix.replace("--config.reward.functions=", f"{flag}=").removesuffix("=1")

@@ -48,7 +48,7 @@ def win_rate(
     judge, settings = settings.judge, dataclasses.replace(settings, keep="all")
     comparing: ComparingModel | None = None
     if judge.startswith(COMPARE):
-        comparing = ComparingModel(judge.removeprefix(COMPARE), judges.FLAG, say)
+        comparing = ComparingModel(judge.removeprefix(COMPARE), f"{judges.FLAG}={COMPARE}", say)
         settings = dataclasses.replace(settings, judge="")
     other = load.open_run_ref(against, FLAG, say)
     of_other = dict.fromkeys(selection) | {"weights": "raw", "step": other.step}

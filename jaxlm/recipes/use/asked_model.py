@@ -76,7 +76,7 @@ class AskedModel:
         if first == second:
             raise ConfigError(
                 f"the judge cannot answer {words[0]} or {words[1]}",
-                where=f"{flag}={ref}",
+                where=load.typed(flag, ref),
                 why="both words begin with the same token",
                 fix="name a run with another tokenizer",
             )

@@ -106,9 +106,9 @@ ReadAdapter = Callable[[InitSource], Adapter]
 def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
     """Return the run and step of RUN[@STEP]; without a step, the newest.
 
-    `flag` is the flag or setting that names it, for errors. `warn` is called with a line for each
-    damaged step that is passed over. The verifier compares the step with its record; None does so
-    in this process alone.
+    `flag` is the flag or setting that names it, for errors: the step of a --workdir is in --step.
+    `warn` is called with a line for each damaged step that is passed over. The verifier compares
+    the step with its record; None does so in this process alone.
 
     Raises:
       CommandError: if STEP is not a number.
@@ -119,16 +119,31 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
     if text is not None and not text.isdigit():
         raise CommandError(
             "the step to start from is not a number",
-            where=f"{flag}={ref}",
+            where=typed(flag, ref),
             why=f"{text!r} follows the @, which separates the run and the step",
-            fix=f"{flag}={workdir}",
+            fix=shlex.quote(typed(flag, str(workdir))),
         )
     run = read_config(workdir, flag)
     verifier = verifier or Verifier(say=warn)
     store = object_store.of_run(workdir, verifier=verifier)
     step = None if text is None else int(text)
-    chosen = verifier.decide(lambda: select_step(store, step, False, warn))
+    before = "--step=" if flag == "--workdir" else typed(flag, f"{workdir}@")
+    chosen = verifier.decide(lambda: select_step(store, step, False, warn, before))
     return InitSource(run, store, chosen)
+
+
+def typed(flag: str, value: str) -> str:
+    """Return a flag with its value, or the value of a positional argument.
+
+    Example:
+      >>> typed("--init_from", "runs/a"), typed("--judge=reward:", "runs/a")
+      ('--init_from=runs/a', '--judge=reward:runs/a')
+      >>> typed("jaxlm rate", "runs/a")
+      'runs/a'
+    """
+    if not flag.startswith("--"):
+        return value
+    return f"{flag}{value}" if flag.endswith(":") else f"{flag}={value}"
 
 
 def is_model_of_another_library(ref: str) -> bool:
@@ -150,7 +165,7 @@ def read_config(workdir: Path, flag: str = "--workdir") -> Run:
         words = ["jaxlm", "import", f"--from={workdir}", f"--workdir={target}"]
         raise CommandError(
             f"{workdir} is a model of another library",
-            where=f"{flag}={workdir}",
+            where=typed(flag, str(workdir)),
             why="a run has checkpoints of jaxlm, which an import makes",
             fix=shlex.join(words),
         )
@@ -463,28 +478,42 @@ def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
         raise ConfigError(what, where="--chat", why=why, fix=fix)
 
 
-def select_step(store: Store, step: int | None, best: bool, say: Log) -> int:
-    """Return the requested step if it is undamaged; by default the newest undamaged one."""
+def select_step(
+    store: Store, step: int | None, best: bool, say: Log, before: str = "--step="
+) -> int:
+    """Return the requested step if it is undamaged; by default the newest undamaged one.
+
+    Args:
+      store: the steps of a run.
+      step: the requested step.
+      best: take the best step instead of the newest.
+      `say`: receives log lines.
+      before: the text before a step on the command line, for errors.
+    """
 
     def damaged(step: int, lines: list[str]) -> None:
         say(f"checkpoint {step} is damaged ({lines[0]})")
 
     named = step if step is not None else store.best() if best else None
-    chosen = committed_step(store, store.latest_valid(damaged) if named is None else named)
+    step = store.latest_valid(damaged) if named is None else named
+    chosen = committed_step(store, step, before)
     if named is not None:
         check_undamaged(store, named)
     return chosen
 
 
-def committed_step(store: Store, step: int | None) -> int:
-    """Return the step. Raises InputMissing if it is None or not committed."""
+def committed_step(store: Store, step: int | None, before: str = "--step=") -> int:
+    """Return the step. Raises InputMissing if it is None or not committed.
+
+    `before` is the text before a step on the command line, for errors.
+    """
     committed = store.steps()
     if step is not None and step in committed:
         return step
     what = f"the run has no checkpoint {'yet' if step is None else f'of step {step}'}"
     why = f"committed steps: {', '.join(map(str, committed)) or 'none'}"
     fix = f"jaxlm train --workdir={shlex.quote(str(store.workdir))}"
-    fix = f"--step={committed[-1]}" if committed else fix
+    fix = shlex.quote(f"{before}{committed[-1]}") if committed else fix
     raise InputMissing(what, where=str(store.directory), why=why, fix=fix)
 
 

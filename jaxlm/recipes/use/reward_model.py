@@ -51,7 +51,7 @@ class RewardModel:
             run = shlex.quote(str(source.workdir))
             raise ConfigError(
                 "the run is no reward model",
-                where=f"{flag}={ref}",
+                where=load.typed(flag, ref),
                 why=f"its objective.name is {objective.name}",
                 fix=f"jaxlm train --init_from={run} {pairs} --config.data.train=pairs.jsonl"
                 f" --workdir={shlex.quote(f'{source.workdir}-reward')}",

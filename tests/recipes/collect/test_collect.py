@@ -160,6 +160,7 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
     [
         (["--judge=numbre"], 2, "--judge=number"),
         (["--judge=ended", "--max_tokens=300"], 65, "--max_tokens="),
+        (["--judge=reward:WRITER@99"], 66, "fix    --judge=reward:"),
         (["--judge=reward:WRITER"], 2, "--config.objective.name=reward"),
         (["--judge=ended", "--prompts=TMP/unanswered.json"], 66, "unanswered.jsonl"),
         (["--judge=ended", "--prompts=CHAT"], 65, 'one prompt a line: {"prompt": "1+1="'),

@@ -124,6 +124,8 @@ def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, ca
 def test_a_place_that_is_none_is_refused(folder, capsys, place, code, what):
     exit_code, message = error(capsys, *words(folder, "c", f"--init_from={folder / place}"))
     assert (exit_code, message["what"]) == (code, what)
+    if place == "a@3":
+        assert message["fix"] == f"--init_from={folder / 'a'}@4"
 
 
 def texts(folder, **words_):
