@@ -90,6 +90,19 @@ def chatml(tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(source, tokens, "chatml")
 
 
+def is_same(one: ChatTemplate, other: ChatTemplate) -> bool:
+    """Return whether two templates write equal texts, apart from the comment of their date.
+
+    Files of a model have tokens that its template does not name, such as that of padding.
+    """
+
+    def compared(template: ChatTemplate) -> tuple[str, dict[str, str]]:
+        source = DATE_COMMENT.sub("", template.source, count=1)
+        return source, {name: text for name, text in template.tokens.items() if name in source}
+
+    return compared(one) == compared(other)
+
+
 def digest(template: ChatTemplate) -> str:
     """Return the sha256 of a template, without the comment of its date, and its tokens."""
     source = DATE_COMMENT.sub("", template.source, count=1)

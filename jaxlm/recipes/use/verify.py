@@ -123,7 +123,8 @@ class AnswerVerifier:
 
     def _questions(self, name: str, loader: Loader) -> Questions:
         shards, settings = loader.shards, self._settings
-        if shards.manifest.template != chat_templates.digest(self._template):
+        template = shards.template
+        if template is None or not chat_templates.is_same(template, self._template):
             raise DataError(
                 "the conversations have another chat template than the run",
                 where=shards.source,

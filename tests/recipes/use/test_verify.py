@@ -86,6 +86,23 @@ def test_other_files_without_text_get_a_fix_that_eval_takes(untrained, folder, c
         assert fix in capsys.readouterr().err
 
 
+def test_a_token_that_the_template_does_not_name_makes_no_other_template(
+    untrained, tmp_path, capsys
+):
+    """The files of an imported model have one of padding, ChatML does not."""
+    run = tmp_path / "run"
+    shutil.copytree(untrained, run)
+    settings = run / chat_templates.HUB / chat_templates.SETTINGS
+    tokens = json.loads(settings.read_text())
+    settings.write_text(json.dumps(tokens | {"pad_token": "<|pad|>"}))
+    code, result = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
+    assert (code, result["answers"]["prompts"]) == (0, len(HELD))
+    template = run / chat_templates.HUB / chat_templates.FILE
+    template.write_text(f"{template.read_text()} ")
+    code, _ = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
+    assert code == 65
+
+
 @pytest.mark.slow
 def test_a_trained_model_answers_all_and_ends_by_itself(trained, folder, capsys):
     words = [f"--workdir={trained}", f"--text={folder / 'asked.jsonl'}", "--max_tokens=20"]
