@@ -136,11 +136,16 @@ class Conversation:
 
     @property
     def prompt(self) -> str:
-        """Return what precedes the first answer, as JSON; a split keeps equal prompts together."""
+        """Return what precedes the first answer to a user, as JSON, or all turns without a user.
+
+        A split keeps equal prompts together. A greeting or a system message alone is no prompt.
+        """
         roles = [message["role"] for message in self.messages]
-        if self.goal is not None:
-            return json.dumps(self.messages, sort_keys=True)
-        return json.dumps(self.messages[: roles.index("assistant")], sort_keys=True)
+        end = len(roles)
+        if self.goal is None and "user" in roles:
+            first = roles.index("user")
+            end = first + [*roles[first:], "assistant"].index("assistant")
+        return json.dumps(self.messages[:end], sort_keys=True)
 
 
 def parse(record: Any, kind: Kind, roles: Sequence[str]) -> Conversation:

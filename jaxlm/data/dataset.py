@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
+import itertools
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxlm.core.callbacks import Log, OnProgress
@@ -115,6 +116,9 @@ def open_data(
         train = dataclasses.replace(train, max_lost=config.max_dropped)
     refuse_shared_prompts(train_parts, validation_parts, digests)
     held_out = {part.name: opener.shards(part) for part in validation_parts}
+    both = {part.name: opened[part.source] for part in train_parts} | held_out
+    for line in _uneven(train_parts, validation_parts, both):
+        warn(line)
     if held_out:
         _check_answers([*held_out.values()], config)
     template = train.shards.template
@@ -259,6 +263,8 @@ def tokenize(
             written[part.name] = _written(target, part, encoder, form, progress)
         for line in _losses(part.name, written[part.name].manifest):
             log(line)
+    for line in _uneven(train, validation, written):
+        log(line)
     return written
 
 
@@ -353,6 +359,19 @@ def _described(tokenizer: Tokenizer) -> str:
     return f"{tokenizer.size} ids and the digest {tokenizer.digest[:12]}"
 
 
+def _uneven(
+    train: Sequence[Part], validation: Sequence[Part], shards: Mapping[str, AnyShards]
+) -> Iterator[str]:
+    """Yield lines about shares of documents that differ from those that were set."""
+    held_out, for_training = parts.ELSEWHERE
+    for part, source in itertools.product(validation, train):
+        if part.selection.split == "documents" and part.corpus is source.corpus:
+            held = shards[source.name].manifest.left_out.get(held_out, 0)
+            others = shards[part.name].manifest.left_out.get(for_training, 0)
+            if line := parts.uneven_note(part, held, others):
+                yield line
+
+
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
     """Yield lines about a part: documents left out or changed, characters without an id."""
     lost = manifest.left_out.keys() - set(parts.ELSEWHERE)
@@ -410,6 +429,8 @@ class _Opener:
         chat = self.chat if part.corpus.chat is not None else None
         if chat is not None:
             made_from["chat"] = chat.key
+            if part.selection.split == "documents":
+                made_from["split"] = parts.SPLIT_OF_CONVERSATIONS
         folder = cache.folder(self.digests.root, "shards", **made_from)
         if folder.exists():
             try:

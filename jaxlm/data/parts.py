@@ -106,10 +106,36 @@ class Part:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
+# Version of `_key` for conversations; cached tokens of a split by another version are made again.
+SPLIT_OF_CONVERSATIONS = 2
+LEAST_UNEVEN = 20  # documents; of fewer ones, shares differ by chance
+
+
 def _key(document: Document) -> str:
     """Return what a document is split by: conversations with one prompt stay together and whole."""
     chat = document.conversation
     return document.text if chat is None else chat.prompt
+
+
+def uneven_note(part: Part, held: int, train: int) -> str | None:
+    """Return a line if equal prompts or texts make the share of a part another one than was set.
+
+    Args:
+      part: documents that are held out.
+      held: number of documents on its side, also of those that are left out.
+      train: number of documents on the other side.
+    """
+    share, total = part.selection.share, held + train
+    sides = (held, share * total), (train, (1.0 - share) * total)
+    is_near = all(expected / 2 <= count <= 2 * expected for count, expected in sides)
+    chance = 3.0 * math.sqrt(total * share * (1.0 - share))  # three standard errors
+    if total < LEAST_UNEVEN or is_near or abs(held - share * total) <= chance:
+        return None
+    equal = "text" if part.corpus is None or part.corpus.chat is None else "prompt"
+    return (
+        f"{part.setting} has {held:,} of {total:,} documents, {held / total:.1%} and not "
+        f"{100.0 * share:.3g}%: documents with the same {equal} stay on one side"
+    )
 
 
 def find_parts(

@@ -17,8 +17,8 @@ def refuse_shared_prompts(
 ) -> None:
     """Raise DataError if more than `max_dropped` of a set's conversations have a trained prompt.
 
-    A prompt is what precedes the first answer. Files are read once, until one changes. A share that
-    is held out of the training files has other prompts.
+    A prompt is `Conversation.prompt`. Files are read once, until one changes. A share that is held
+    out of the training files has other prompts.
     """
     corpora = [part.corpus for part in train if part.corpus is not None and part.corpus.chat]
     for part in validation:

@@ -145,6 +145,45 @@ def test_equal_prompts_are_on_one_side_of_a_split(tmp_path):
     assert not prompts[0] & prompts[1]
 
 
+UNEVEN = "documents with the same prompt stay on one side"
+
+
+@pytest.mark.parametrize("before", [["gpt"], ["system"], ["system", "gpt"]])
+def test_an_equal_beginning_without_a_question_keeps_no_conversations_together(tmp_path, before):
+    start = [{"from": role, "value": "Hello, how can I help?"} for role in before]
+    turns = [
+        [*start, {"from": "human", "value": f"q{n // 2}"}, {"from": "gpt", "value": f"a{n}"}]
+        for n in range(400)
+    ]
+    path, output = write(tmp_path / "chat.jsonl", turns, "conversations"), []
+    data = opened(tmp_path, path, output, validation=("20%",))
+    sides = [trained(data, rows(data, each)) for each in (data.train, data.validation["val"])]
+    held, train = (
+        {int(a.removesuffix("<|eos|>")[1:]) // 2 for a in s if a[0] == "a"} for s in sides
+    )
+    assert 40 <= data.validation["val"].shards.documents <= 120
+    assert not held & train
+    assert not [line for line in output if UNEVEN in line]
+
+
+def test_conversations_without_a_user_are_split_by_all_of_their_turns(tmp_path):
+    system = {"role": "system", "content": "Write a story."}
+    turns = [[system, {"role": "assistant", "content": f"a{n}"}] for n in range(200)]
+    data = opened(tmp_path, write(tmp_path / "chat.jsonl", turns), validation=("20%",))
+    assert 20 <= data.validation["val"].shards.documents <= 60
+
+
+@pytest.mark.parametrize(("share", "question"), [("20%", "q0"), ("50%", "q1")])
+def test_a_share_that_equal_prompts_make_another_one_is_logged(tmp_path, share, question):
+    turns = [pair(question if n < 180 else f"other {n}", f"a{n}") for n in range(200)]
+    path, output = write(tmp_path / "chat.jsonl", turns), []
+    data = opened(tmp_path, path, output, validation=(share,))
+    documents = data.validation["val"].shards.documents
+    (line,) = [line for line in output if UNEVEN in line]
+    assert f"{documents} of 200 documents" in line
+    assert f"% and not {share}: " in line
+
+
 def test_a_prompt_of_a_validation_file_that_is_trained_on_is_refused(tmp_path):
     train = write(tmp_path / "chat.jsonl", [pair(f"q{n}", "a") for n in range(20)])
     others = [pair(f"other {n}", "a") for n in range(9)]
