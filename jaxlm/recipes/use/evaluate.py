@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import shlex
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.core.mean import Mean
 from jaxlm.corpus.config import Perplexity
 from jaxlm.corpus.filters.models import Scorer
-from jaxlm.data import cache, chat_templates, dataset, parts, writer
+from jaxlm.data import cache, chat_templates, dataset, parts, records, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.conversations import ChatFields
-from jaxlm.data.documents import Corpus
+from jaxlm.data.documents import PROBED_BYTES, Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
+from jaxlm.data.records import Broken, ReadBudget
 from jaxlm.evals import loss, preference
 from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
@@ -35,11 +37,14 @@ from jaxlm.recipes.train import reference, resume
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use import verify as answers
+from jaxlm.recipes.use.generate import template_of
 from jaxlm.recipes.use.load import LoadedRun
 from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.scoring import PromptScorer, Samplers
 from jaxlm.rl.turns import Turns
 from jaxlm.training.rundir import IMPORTED
+
+KIND_FIX = "--config.data.kind=chat"  # of a record with turns in place of text
 
 
 def evaluate(
@@ -61,7 +66,8 @@ def evaluate(
 
     Args:
       workdir: the run.
-      text: globs of the text to evaluate on; () means the run's own validation sets.
+      text: globs of the text to evaluate on; () means the run's own validation sets. If the first
+        record is a conversation, the chat template of the adapter or the run encodes them.
       sequence: length of the rows; None for the run's own.
       batch: rows of a step; by default (None) those of `setup.pass_rows`.
       verify: also generate an answer to each conversation and compare it, under `answers` of a set.
@@ -76,7 +82,8 @@ def evaluate(
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     sequence = checked_length(opened, sequence, say)
     if verify is None:
-        sets = measure(opened, open_loaders(opened, text, sequence, say), batch)
+        chat = _chat_encoder(opened, text, sequence, adapters.template_folder(adapter), say)
+        sets = measure(opened, open_loaders(opened, text, sequence, say, chat), batch)
     else:
         verifier = answers.AnswerVerifier(
             opened, workdir, verify, adapters.template_folder(adapter), say
@@ -194,9 +201,43 @@ def _answer_sums(opened: LoadedRun) -> Callable[[Tokens], dict[str, Mean]]:
     return functools.partial(sums, opened.params)
 
 
+def _chat_encoder(
+    opened: LoadedRun, text: Sequence[str], sequence: int, adapter: Path | None, say: Log
+) -> ChatEncoder | None:
+    """Return the encoding of other text that begins with a conversation; None for plain text.
+
+    Without a chat template, or if the run has records of another form, other text is plain text.
+
+    Args:
+      opened: the run.
+      text: globs of other text.
+      sequence: length of the rows.
+      adapter: the folder with the chat template of an adapter; None without one.
+      `say`: receives log lines.
+    """
+    run, form = opened.run, opened.run.data.chat
+    is_causal = run.objective.prompts != "none" and run.architecture == "decoder"
+    folders = [each for each in (adapter, opened.workdir / chat_templates.HUB) if each is not None]
+    has_template = any(chat_templates.of_folder(folder) is not None for folder in folders)
+    is_other_form = form is not None and form.kind not in ("chat", "completion")
+    if not text or not is_causal or not has_template or is_other_form:
+        return None
+    corpus = Corpus.find(tuple(text), run.data.text_key, "--text")
+    place = corpus.files[0], corpus.names[0], corpus.text_key
+    first = next(records.read(*place, Counter(), ReadBudget(1, PROBED_BYTES)), None)
+    error = first.error if isinstance(first, Broken) else None
+    if error is None or not error.fix.startswith(KIND_FIX):
+        return None
+    if "data.fields" in error.fix and not run.data.fields:
+        return None
+    template = template_of(opened.workdir, adapter, say)
+    say(f"the text is conversations, which are read by {template.where}")
+    return answers.encoder_of(opened, template, sequence)
+
+
 def _fix_of_run(opened: LoadedRun, fix: str) -> str:
     """Return what replaces a fix that sets how records are read: a run has its own settings."""
-    if not fix.startswith("--config.data.kind=chat") or "data.fields" in fix:
+    if not fix.startswith(KIND_FIX) or "data.fields" in fix:
         key = opened.run.data.text_key
         return f"name files with one JSON object a line, whose text is in {key!r}"
     if chat_templates.of_folder(opened.workdir / chat_templates.HUB) is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import chat_templates, parts
+from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_encoder import ChatEncoder
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.loader import Loader
@@ -82,6 +83,12 @@ def _without(workdir: Path) -> str:
     return f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # without answers"
 
 
+def encoder_of(opened: LoadedRun, template: ChatTemplate, sequence: int) -> ChatEncoder:
+    """Return the encoding of other conversations than those of a run, in rows of a length."""
+    data = opened.run.data
+    return ChatEncoder(opened.tokenizer, template, sequence, data.overlong, data.max_dropped)
+
+
 class AnswerVerifier:
     """Answers of a run to the prompts of conversations, each a beginning of the ids trained on.
 
@@ -107,9 +114,7 @@ class AnswerVerifier:
 
     def encoder(self, sequence: int) -> ChatEncoder:
         """Return the encoding of other conversations, in rows of a length."""
-        data = self._opened.run.data
-        options = sequence, data.overlong, data.max_dropped
-        return ChatEncoder(self._opened.tokenizer, self._template, *options)
+        return encoder_of(self._opened, self._template, sequence)
 
     def questions(self, loaders: Mapping[str, Loader]) -> dict[str, Questions]:
         """Return the prompts of each set of conversations; text has none.

@@ -77,7 +77,6 @@ def test_other_files_without_text_get_a_fix_that_eval_takes(untrained, folder, c
     shutil.copytree(untrained, bare)
     shutil.rmtree(bare / chat_templates.HUB)
     for run, name, fix in (
-        (untrained, "asked", "--verify=exact "),
         (bare, "asked", "name files of text"),
         (untrained, "body", "one JSON object a line, whose text is in 'text'"),
     ):
@@ -101,6 +100,22 @@ def test_a_token_that_the_template_does_not_name_makes_no_other_template(
     template.write_text(f"{template.read_text()} ")
     code, _ = call(capsys, f"--workdir={run}", "--verify=exact", "--max_tokens=2")
     assert code == 65
+
+
+def test_other_conversations_have_a_loss_without_answers(untrained, folder, capsys):
+    """The loss is that of the answers, as with --verify."""
+    asked = f"--text={folder / 'asked.jsonl'}"
+    code, plain = call(capsys, f"--workdir={untrained}", asked)
+    assert code == 0
+    assert "answers" not in plain
+    words = f"--workdir={untrained}", asked, "--verify=exact", "--max_tokens=1", "--prompts=1"
+    _, verified = call(capsys, *words)
+    assert verified.pop("answers")
+    verified["sets"]["text"].pop("answers")
+    assert plain == verified
+    whole = call(capsys, f"--workdir={untrained}")[1]
+    held = call(capsys, f"--workdir={untrained}", f"--text={folder / 'held.jsonl'}")[1]
+    assert held["loss_nats"] == whole["loss_nats"]
 
 
 @pytest.mark.slow
