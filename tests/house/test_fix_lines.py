@@ -430,6 +430,7 @@ SITUATIONS = {
     "start_at without force": Situation(f"train --config=c.py {RUN} --start_at=1"),
     "init_from nothing": Situation(f"train {CONFIG} --init_from=none"),
     "init_from no such step": Situation(f"train {CONFIG} --init_from=runs/a@7"),
+    "init_from a step that is no number": Situation(f"train {CONFIG} --init_from=runs/a@last"),
     "init_from another model": Situation(
         f"train {CONFIG} --init_from=runs/a --config.model.width=64"
     ),

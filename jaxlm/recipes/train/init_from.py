@@ -11,7 +11,7 @@ from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded, Origin
-from jaxlm.core.errors import CommandError, ConfigError
+from jaxlm.core.errors import CommandError, ConfigError, InputMissing
 from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import tokenizer_file
 from jaxlm.recipes import setup
@@ -236,8 +236,16 @@ def find_start(
       warn, verifier: as of `open_run_ref`.
     """
     if record is not None:
-        where = "--config.objective.reference"
-        return open_run_ref(f"{record['run']}@{record['step']}", where, warn, verifier)
+        name = f"{record['run']}@{record['step']}"
+        try:
+            return open_run_ref(name, "--config.objective.reference", warn, verifier)
+        except InputMissing as error:
+            raise InputMissing(
+                "the model that the run began with is gone",
+                where="objective.reference = start",
+                why=f"the run is compared with {name}: {error.what}",
+                fix=f"restore {name} from a copy",
+            ) from error
     if source is None:
         raise ConfigError(
             "the run begins with fresh weights, which are no reference",

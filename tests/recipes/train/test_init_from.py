@@ -7,7 +7,10 @@ import pytest
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.cli.main import main
+from jaxlm.core.errors import InputMissing
+from jaxlm.recipes.train import init_from
 from tests.cli.test_exchange import write
 from tests.faults import harness
 
@@ -126,6 +129,13 @@ def test_a_place_that_is_none_is_refused(folder, capsys, place, code, what):
     assert (exit_code, message["what"]) == (code, what)
     if place == "a@3":
         assert message["fix"] == f"--init_from={folder / 'a'}@4"
+
+
+def test_a_start_that_is_gone_is_not_replaced_by_another_step(folder):
+    record = {"run": str(folder / "a"), "step": 3}
+    with pytest.raises(InputMissing, match="began with is gone") as caught:
+        init_from.find_start(record, None, print, Verifier())
+    assert caught.value.fix == f"restore {folder / 'a'}@3 from a copy"
 
 
 def texts(folder, **words_):
