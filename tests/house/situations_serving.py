@@ -62,6 +62,8 @@ SITUATIONS = {
     ),
     "a draft of no server": Situation("plan --config=c.py --draft=lookup", code=2),
     "a server on eight devices": Situation("plan --config=c.py --serve --on=h100x8", code=2),
+    "a server on a slice": Situation("plan --config=c.py --serve --on=v5e-4", code=2),
+    "a server on parts of a CPU": Situation("plan --config=c.py --serve --devices=2", code=2),
     "a text with a draft of heads that are not there": Situation(
         f"{GENERATE} --draft=heads", code=2
     ),

@@ -138,7 +138,7 @@ def forecast_serving(
             "a server uses one device",
             where=f"--on={machine.name}",
             why="the engine has one KV cache; start a server on each device",
-            fix="--on=cpu" if chip.is_tpu else f"--on={chip.name}",
+            fix="--devices=1" if is_cpu else f"--on={chip.name}",
         )
     run = run.with_compute(chips.fastest_dtype(chip))
     decoder = _served(

@@ -151,10 +151,18 @@ def test_no_slot_fits_where_the_start_does_not():
     assert plan.slots_within(plan.start_bytes - 1) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [("--on=h100x8", "--on=h100"), ("--on=v5e-4", "--on=v5e"), ("--devices=2", "--devices=1")],
+)
+def test_a_plan_of_a_server_on_several_devices_is_refused_with_one_of_them(words, fix, capsys):
+    words = ["plan", "--config=configs/quickstart.py", "--serve", words]
+    assert main(words) == 2
+    assert f"fix    {fix}\n" in capsys.readouterr().err
+    assert main([*words[:3], fix]) == 0
+
+
 def test_what_no_engine_serves_is_refused():
-    with pytest.raises(ConfigError, match="one device") as caught:
-        forecast_serving(run_of(), chips.machine("h100x8", flag="--on"), slots=8)
-    assert caught.value.fix == "--on=h100"
     settings = [("model.family", "t5"), ("objective.name", "span"), ("model.vocab", "320")]
     t5 = config.load(Run, None, settings).value
     assert isinstance(t5.decoder(320), EncoderDecoderConfig)
