@@ -202,7 +202,7 @@ def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
     ]
     run = args.config if is_run(args.config) else "RUN"
     words = [f"--workdir={run}", f"--slots={min(slots, most)}", f"--context={answer['context']}"]
-    words += [f"--draft={args.draft}"] if args.draft else []
+    words += [_flag_of(args, each) for each in ("kv_cache_dtype", "draft") if getattr(args, each)]
     rows.append(("next", f"jaxlm serve {shlex.join(words)}" if most else "a smaller model"))
     return table(rows)
 

@@ -193,6 +193,9 @@ def test_the_command_prints_slots_memory_and_speed(capsys, tmp_path, monkeypatch
     assert main(["plan", "--config=my run", *words[2:], "--draft=lookup"]) == 0
     line = "serve '--workdir=my run' --slots=8 --context=8192 --draft=lookup\n"
     assert line in capsys.readouterr().out
+    assert main(["plan", "--config=my run", *words[2:], "--kv_cache_dtype=int8"]) == 0
+    line = "serve '--workdir=my run' --slots=8 --context=8192 --kv_cache_dtype=int8\n"
+    assert line in capsys.readouterr().out
     assert main([*words, "--draft=llama3.2-1b", "--json"]) == 0
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["draft_bytes"] == pytest.approx(4 * 1.24e9, rel=0.01)
