@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxlm.models.cost.tensors import Tensor
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.cost.tensors import Tensor, tensors
+from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import SCALES_BLOCK
 from jaxlm.parallel.logical import STACKED
 from jaxlm.tune.config import (
@@ -71,6 +73,31 @@ def first_tensors(tune: Tune, leaves: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the parameters of the state that keep their first values, those of PiSSA."""
     if not isinstance(tune, Full):
         yield from (each for each in new_tensors(tune, leaves) if each.path.endswith(FIRST))
+
+
+def more_flops(tune: Tune, config: ModelConfig, multiplied: float) -> float:
+    """Return the training FLOPs per token with an adapter less those without it; most are below 0.
+
+    A weight that multiplies has 2 FLOPs forward, 2 of the gradient of its input and, if it is
+    trained, 2 of its own gradient. `multiplied` is the number of parameters of the model that
+    multiply a token (`model_cost.matmul_parameters_per_token`).
+    """
+    if isinstance(tune, Full):
+        return 0.0
+    leaves = list(tensors(config))
+    trained, _ = split(tune, leaves)
+    whole, first = set(leaves).intersection(trained), set(first_tensors(tune, leaves))
+    new = [each for each in new_tensors(tune, leaves) if each not in first]
+    is_tied = all(each.path != "unembedding/weight" for each in leaves)
+    # The table of an embedding is looked up, not multiplied, unless it is tied to the head.
+    whole = {x for x in whole if x.is_matrix or (is_tied and x.path == "embedding/table")}
+    moes = [each.mlp for each in config.layers if isinstance(each.mlp, MoeConfig)]
+    routed = moes[0].top_k / moes[0].experts if moes else 1.0  # share of the experts
+
+    def met(parts: Iterable[Tensor]) -> float:
+        return sum(each.size * (routed if "experts" in each.axes else 1.0) for each in parts)
+
+    return 6 * met(new) + 4 * met(first) - 2 * (multiplied - met(whole))
 
 
 def _of_virtual_tokens(tune: VirtualConfig, leaves: Iterable[Tensor]) -> Iterator[Tensor]:

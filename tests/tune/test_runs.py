@@ -138,6 +138,15 @@ def test_training_lowers_the_loss_from_that_of_the_base(run, base, capsys):
     assert last["loss_nats"] < first["loss_nats"]
 
 
+def flops_per_token(run):
+    line = next(each for each in harness.records(run) if each.get("flops_per_second"))
+    return line["flops_per_second"] / line["tokens_per_second"]
+
+
+def test_the_logged_flops_are_without_gradients_of_frozen_weights(base, lora):
+    assert 0.6 < flops_per_token(lora) / flops_per_token(base) < 0.8
+
+
 @pytest.mark.slow
 @pytest.mark.few(1)
 def test_a_run_is_evaluated_continued_and_exported_with_its_adapter(run, tmp_path, capsys):

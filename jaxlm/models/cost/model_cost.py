@@ -78,7 +78,8 @@ def flops_per_token(
 
     6 x (parameters that multiply) + 6 N (H + U) S for each layer of N heads with keys of size H and
     values of size U (with a latent, U differs from H). S is the number of keys per token, less in a
-    window. Backward counts twice forward; recomputation does not count.
+    window. Backward counts twice forward; recomputation does not count. All weights are trained;
+    `tune.cost.more_flops` has the difference of an adapter.
 
     An encoder-decoder reads rows of `sequence` and writes rows of `targets`; all FLOPs are per
     token of the source. The decoder's matrices multiply the targets, except those of cross
@@ -101,7 +102,7 @@ def flops_per_token(
         window, is_encoder = block.attention.window, isinstance(config, EncoderConfig)
         keys = _keys_around(window, sequence) if is_encoder else _keys(window, sequence, causal)
         attention += _score_flops(block.attention) * keys
-    multiplied = matmul_parameters(config) - (0 if has_logits else config.vocab * config.width)
+    multiplied = matmul_parameters_per_token(config, sequence, has_logits=has_logits)
     return 6 * multiplied + attention
 
 
@@ -134,10 +135,15 @@ def cache_bytes(
     return size
 
 
-def matmul_parameters_per_token(config: ModelConfig, sequence: int, targets: int = 0) -> float:
-    """Return `matmul_parameters`; of an encoder-decoder per token of the source."""
+def matmul_parameters_per_token(
+    config: ModelConfig, sequence: int, targets: int = 0, *, has_logits: bool = True
+) -> float:
+    """Return `matmul_parameters`; of an encoder-decoder per token of the source.
+
+    The arguments are those of `flops_per_token`.
+    """
     if not isinstance(config, EncoderDecoderConfig):
-        return matmul_parameters(config)
+        return matmul_parameters(config) - (0 if has_logits else config.vocab * config.width)
     width, share = config.width, targets / sequence
     target = float(config.vocab * width)
     source = float(sum(_matrices(block, width, is_active=True) for block in config.encoder.layers))

@@ -200,6 +200,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         decoder, length, causal=True, targets=targets, has_logits=has_logits
     )
     model_flops -= 6 * (1 - _sampled_share(run)) * decoder.vocab * decoder.width
+    model_flops += cost.more_flops(run.tune, decoder, _multiplied(run, decoder))
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
     hardware *= run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
@@ -339,6 +340,17 @@ def _sampled_share(run: Run) -> float:
     return min(1.0, run.rl.turns * run.rl.max_tokens / run.data.sequence)
 
 
+def _multiplied(run: Run, decoder: ModelConfig) -> float:
+    """Return the number of parameters that a token of a step is multiplied with."""
+    whole = model_cost.matmul_parameters_per_token(
+        decoder,
+        run.data.sequence,
+        decoder_tokens(run),
+        has_logits=not run.objective.has_reward_head,
+    )
+    return whole - (1 - _sampled_share(run)) * decoder.vocab * decoder.width
+
+
 def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float:
     """Return the FLOPs per token of all products, recomputation included.
 
@@ -358,17 +370,13 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
-    parameters = model_cost.matmul_parameters_per_token(decoder, sequence, targets)
-    parameters -= table - unembedding
+    parameters = _multiplied(run, decoder)
     recomputed = {"none": 0.0, "dots": layers - 2 * (parameters - unembedding)}
     extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if _loss_parts(run, decoder, share) > 1 else 0.0)
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
     whole += passes * _idle_flops(decoder, share)
-    if not isinstance(run.tune, Full):  # a frozen weight has no gradient; that of the adapter is
-        trained, _ = cost.split(run.tune, tensors(decoder))
-        whole += 6 * sum(each.size for each in trained) - 2 * parameters
-        whole += 4 * sum(each.size for each in cost.first_tensors(run.tune, tensors(decoder)))
+    whole += cost.more_flops(run.tune, decoder, parameters)
     # Estimating the curvature costs another gradient.
     every = run.optim.curvature_every
     return whole * (1 + 1 / every) if every else whole

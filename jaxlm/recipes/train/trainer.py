@@ -43,6 +43,7 @@ from jaxlm.training.divergence_alarm import AlarmTerms, DivergenceAlarm
 from jaxlm.training.loop import BudgetSpent, LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 from jaxlm.training.state import TrainState
+from jaxlm.tune import cost
 
 
 class Trainer(TrainLoop):
@@ -503,14 +504,19 @@ def flops_by_phase(programs: TrainPrograms) -> dict[Phase, tuple[float, ...]]:
 
 def _flops_per_token(programs: TrainPrograms, length: int) -> tuple[float, float]:
     """Return model FLOPs of a token with attention at its causal half, and in full."""
-    flops = functools.partial(
-        model_cost.flops_per_token,
-        programs.model.blueprint.config,
-        length,
-        targets=programs.targets,
-        has_logits=not programs.run.objective.has_reward_head,
+    model, targets = programs.model.blueprint.config, programs.targets
+    has_logits = not programs.run.objective.has_reward_head
+    multiplied = model_cost.matmul_parameters_per_token(
+        model, length, targets, has_logits=has_logits
     )
-    return flops(causal=True), flops(causal=False)
+    more = cost.more_flops(programs.run.tune, model, multiplied)
+    half, full = (
+        model_cost.flops_per_token(
+            model, length, causal=causal, targets=targets, has_logits=has_logits
+        )
+        for causal in (True, False)
+    )
+    return half + more, full + more
 
 
 def count_sources(programs: TrainPrograms, number: int, read: dict[str, list[int]]) -> list[str]:

@@ -19,6 +19,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import host_machine
 from jaxlm.monitor.chips import machine
 from jaxlm.ops import matmul
@@ -30,6 +31,7 @@ from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import device_memory, predict, search
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import TrainPrograms, compiled_memory
+from jaxlm.tune import cost
 
 SMALL = {
     "model.vocab": "512",
@@ -384,6 +386,45 @@ def test_a_reference_costs_a_pass_of_each_step_or_one_before_them():
     steps = [1e6 / cached.run.tokens_per_step * each for each in cached.seconds]
     assert 0 < float(low) <= steps[0]
     assert float(low) < float(high) <= steps[1]
+
+
+def test_the_mfu_of_an_adapter_leaves_out_gradients_that_its_step_does_not_compute(capsys):
+    words = ["--config.model=llama3.2-1b", "--config.train.remat=none", "--on=a100"]
+    words += ["--config.data.train=chat.jsonl"]
+    for name in ("sft", "lora", "qlora"):
+        code, answer = ask(capsys, f"--config=finetune/{name}", *words)
+        assert code == 0
+        low, high = answer["mfu"]
+        assert 0.2 < low <= 0.25
+        assert 0.5 < high <= 0.6
+
+
+def test_the_flops_of_an_adapter_are_four_per_weight_of_the_base_and_six_of_its_own():
+    plain, lora = planned(load({})), planned(load({"tune.name": "lora", "tune.rank": "4"}))
+    leaves = list(tensors(plain.decoder))
+    multiplied = model_cost.matmul_parameters(plain.decoder)
+    trained, _ = cost.split(lora.run.tune, leaves)
+    its = sum(each.size for each in trained)
+    expected = plain.flops_per_token - 2 * multiplied + 6 * its
+    assert lora.flops_per_token == pytest.approx(expected, rel=1e-12)
+    head = {"tune.also": "('unembedding/weight', 'embedding/table')"}
+    also = planned(load({"tune.name": "lora", "tune.rank": "4"} | head))
+    table = plain.decoder.vocab * plain.decoder.width
+    assert also.flops_per_token - lora.flops_per_token == pytest.approx(2 * table)
+
+
+def test_an_adapter_of_experts_multiplies_a_token_in_those_that_it_chooses():
+    experts = {"model.family": "mixtral", "model.experts": "8", "model.depth": "1"}
+    plain, lora = planned(load(experts)), planned(load(experts | {"tune.name": "lora"}))
+    (mlp,) = {block.mlp for block in plain.decoder.layers}
+    trained, _ = cost.split(lora.run.tune, tensors(plain.decoder))
+    its = sum(
+        each.size * (mlp.top_k / mlp.experts if "experts" in each.axes else 1) for each in trained
+    )
+    assert its < sum(each.size for each in trained) / 2
+    multiplied = model_cost.matmul_parameters(plain.decoder)
+    expected = plain.flops_per_token - 2 * multiplied + 6 * its
+    assert lora.flops_per_token == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_text_that_is_scored_has_no_logits():
