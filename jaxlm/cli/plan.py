@@ -15,7 +15,7 @@ import math
 import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, is_run, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, is_run, needed_config, without_flag
 from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
@@ -57,20 +57,25 @@ def run(args: Any, out: Output) -> int:
     assumed: list[str] = []
     on = named_machine(args, args.devices, assumed)
     if args.serve:
-        from jaxlm.recipes.plan.serving import forecast_serving
+        from jaxlm.recipes.plan import serving
 
-        plan = forecast_serving(
+        draft, is_int8 = _draft(args.draft), args.kv_cache_dtype == "int8"
+        plan = serving.forecast_serving(
             loaded.value,
             on,
             slots=args.slots or SLOTS,
             context=args.context,
-            is_int8=args.kv_cache_dtype == "int8",
-            draft=_draft(args.draft),
+            is_int8=is_int8,
+            draft=draft,
             assumed=assumed,
         )
-        return out.result(plan.record(), _serving_text(plan.record(), args))
+        answer = plan.record()
+        if not plan.most_slots:
+            other = serving.nearest(loaded.value, plan, draft, is_int8=is_int8)
+            answer["nearest"] = other and _serving_nearest(other)
+        return out.result(answer, _serving_text(answer, args))
     chosen = loaded.value
-    answer: dict[str, Any] = {}
+    answer = {}
     if args.fit:
         result = search.search(loaded.value, on, assumed)
         chosen = (result.best or result.smallest).run
@@ -200,11 +205,51 @@ def _serving_text(answer: dict[str, Any], args: Any) -> list[str]:
         ("speed", speed),
         *(("assumed", text) for text in answer["assumed"]),
     ]
-    run = args.config if is_run(args.config) else "RUN"
+    return table(rows + [("next", text) for text in _serving_next(answer, args)])
+
+
+def _serving_next(answer: dict[str, Any], args: Any) -> list[str]:
+    """Return the commands that follow a plan of a server."""
+    # Changed settings are those of another run.
+    run = args.config if is_run(args.config) and not args.overrides else "RUN"
+    slots, most, cache = answer["slots"], answer["most_slots"], args.kv_cache_dtype
+    nearest = answer.get("nearest")
+    if not most:
+        if nearest is None:
+            return ["a smaller model"]
+        if settings := nearest["settings"]:
+            return _planned_again(nearest["flags"].split(), settings, run, args)
+        most, cache = nearest["slots"], "int8"
     words = [f"--workdir={run}", f"--slots={min(slots, most)}", f"--context={answer['context']}"]
-    words += [_flag_of(args, each) for each in ("kv_cache_dtype", "draft") if getattr(args, each)]
-    rows.append(("next", f"jaxlm serve {shlex.join(words)}" if most else "a smaller model"))
-    return table(rows)
+    words += [f"--kv_cache_dtype={cache}"] if cache else []
+    words += [f"--draft={args.draft}"] if args.draft else []
+    return [f"jaxlm serve {shlex.join(words)}"]
+
+
+def _planned_again(flags: list[str], settings: dict[str, Any], run: str, args: Any) -> list[str]:
+    """Return the plan with `flags`, and the command that writes its codes if it has some."""
+    words = args.words
+    for each in flags:
+        words = without_flag(words, each.partition("=")[0])
+    texts = [f"jaxlm {shlex.join([*words, *flags])}"]
+    if scheme := settings.get("tune.base"):
+        places = [f"--workdir={run}", f"--scheme={scheme}", f"--out={run.rstrip('/')}-{scheme}"]
+        texts.append(f"jaxlm quantize {shlex.join(places)}")
+    return texts
+
+
+def _serving_nearest(nearest: Any) -> dict[str, Any]:
+    """Return the JSON of another plan of a server, with the flags that lead to it."""
+    plan = nearest.forecast
+    flags = [f"--slots={plan.slots}"]
+    flags += ["--kv_cache_dtype=int8"] if nearest.is_int8 else []
+    flags += [f"--config.{path}={value}" for path, value in nearest.settings.items()]
+    return {
+        "flags": " ".join(flags),
+        "settings": nearest.settings,
+        "total_bytes": plan.total_bytes,
+        "slots": plan.slots,
+    }
 
 
 def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]:

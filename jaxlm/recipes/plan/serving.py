@@ -12,7 +12,7 @@ Example:
 import dataclasses
 import math
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
@@ -29,12 +29,17 @@ from jaxlm.parallel.logical import LAYERS
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
 from jaxlm.tune import cost
-from jaxlm.tune.config import Quantized
+from jaxlm.tune.config import Full, Quantized
 
 # Seen and drawn ids, biases and ids that end a request: bytes of an id of the vocabulary.
 ID_BYTES = 1 + 4 + 4 + 1
 LOGITS_COPIES = 3  # float32 logits of all slots in a pass: raw, penalized, sorted
 CHUNK = 64  # tokens of a prompt that a pass reads, as of `jaxlm serve`
+# Settings of the runs that `jaxlm quantize` writes by default.
+CODES: tuple[dict[str, Any], ...] = (
+    {"tune.name": "quantized", "tune.base": "int8"},
+    {"tune.name": "quantized", "tune.base": "int4", "tune.block": 128},
+)
 PlannedDraft = Run | Literal["lookup", "heads"] | None
 
 
@@ -196,6 +201,51 @@ def forecast_serving(
         ),
         assumed=assumed,
     )
+
+
+class SmallerServer(NamedTuple):
+    """A plan of fewer bytes that has a slot, and what changes for it."""
+
+    forecast: ServingForecast
+    is_int8: bool
+    settings: dict[str, Any]  # of the run
+
+
+def nearest(
+    run: Run, failed: ServingForecast, draft: PlannedDraft, *, is_int8: bool
+) -> SmallerServer | None:
+    """Return the first that fits: an int8 cache, 16 bits, both, then codes with each; else None.
+
+    Args:
+      run: the run.
+      failed: its plan, in which no slot fits.
+      draft: as in that plan.
+      is_int8: as in that plan.
+    """
+    compute = "bfloat16" if "bfloat16" in failed.machine.chip.flops else "float16"
+    half = {"precision.params": "bfloat16", "precision.compute": compute}
+    changes: list[tuple[bool, dict[str, Any]]]
+    changes = [(True, {}), (is_int8, half), (True, half)]
+    if isinstance(run.tune, Full):  # `jaxlm quantize` refuses an adapter
+        coded = [(is_int8, {}), *changes]
+        changes += [(each, more | codes) for codes in CODES for each, more in coded]
+    for is_small, settings in changes:
+        try:
+            changed = run.changed(settings)
+        except ConfigError:  # of other settings of the run
+            continue
+        plan = forecast_serving(
+            changed,
+            failed.machine,
+            slots=failed.slots,
+            context=failed.context,
+            is_int8=is_small,
+            draft=draft,
+        )
+        if slots := min(plan.slots, plan.most_slots):
+            plan = dataclasses.replace(plan, slots=slots)
+            return SmallerServer(plan, is_small and not is_int8, settings)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,6 +152,53 @@ def test_no_slot_fits_where_the_start_does_not():
 
 
 @pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--config=llama3-8b --slots=4", "--slots=1 {half}"),
+        (
+            "--config=llama3-8b --config.data.sequence=16384",
+            "--slots=1 --kv_cache_dtype=int8 {half}",
+        ),
+        ("--config=qwen2.5-14b", "--slots=1 --kv_cache_dtype=int8 {half} {codes}=int8"),
+        ("--config=llama3-70b", None),
+    ],
+)
+def test_a_server_that_does_not_fit_is_answered_with_the_first_that_does(words, flags, capsys):
+    words = ["plan", "--serve", "--on=rtx4090", "--config.data.sequence=8192", *words.split()]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["fits"], answer["most_slots"]) == (False, 0)
+    assert main(words) == 0
+    *_, text = capsys.readouterr().out.partition("\nnext ")
+    if flags is None:
+        assert answer["nearest"] is None
+        assert text.strip() == "a smaller model"
+        return
+    half = "--config.precision.params=bfloat16 --config.precision.compute=bfloat16"
+    codes = "--config.tune.name=quantized --config.tune.base"
+    flags = flags.format(half=half, codes=codes)
+    assert answer["nearest"]["flags"] == flags
+    line, *more = (each.strip() for each in text.strip().splitlines())
+    others = [each for each in words if not each.startswith("--slots")]
+    assert line == f"jaxlm {' '.join(others)} {flags}"
+    assert main([*line.split()[1:], "--json"]) == 0
+    pasted = json.loads(capsys.readouterr().out)
+    assert pasted["fits"]
+    assert pasted["total_bytes"] == answer["nearest"]["total_bytes"]
+    quantize = "jaxlm quantize --workdir=RUN --scheme=int8 --out=RUN-int8"
+    assert more == ([quantize] if "quantized" in flags else [])
+
+
+def test_the_next_server_of_a_plan_that_does_not_fit_has_an_int8_cache(capsys, tmp_path):
+    run = run_of(model__family="llama", data__sequence=2**21, model__max_positions=2**21)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json(run)))
+    words = ["plan", f"--config={tmp_path}", "--serve", "--on=mygpu", "--memory=1GB"]
+    assert main(words) == 0
+    line = f"next       jaxlm serve --workdir={tmp_path} --slots=2 --context={2**21} "
+    assert f"{line}--kv_cache_dtype=int8\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("words", "fix"),
     [("--on=h100x8", "--on=h100"), ("--on=v5e-4", "--on=v5e"), ("--devices=2", "--devices=1")],
 )
