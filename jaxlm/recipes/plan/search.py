@@ -8,12 +8,10 @@ from typing import NamedTuple
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import divisors
-from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models.cost import model_cost
 from jaxlm.monitor.chips import CHIPS, SLICES, Machine
 from jaxlm.parallel.config import AXES, factorizations
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import divisibility
+from jaxlm.recipes.plan import device_memory, divisibility
 from jaxlm.recipes.plan.predict import Forecast, forecast
 
 REMATS = ("none", "dots", "save:attention_out", "full")
@@ -103,7 +101,8 @@ def _fitting(run: Run, machine: Machine) -> Nearest | None:
     remat, chunk = LEAST_MEMORY
     for changed in _candidates(run, machine.devices, (remat,), (chunk,)):
         plan = forecast(changed, machine)
-        weights = model_cost.parameters(plan.decoder) * ITEM_BYTES[run.precision.params]
+        held = device_memory.held_bytes(changed, plan.decoder, dict.fromkeys(AXES, 1))
+        weights = held["parameters"] + held.get("base", 0)
         if weights > machine.devices * plan.memory_bytes:
             return None  # no other layout fits either
         if _has_room(plan):

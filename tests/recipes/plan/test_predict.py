@@ -697,6 +697,8 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
         # smaller model.
         ("llama_1b.py", "--on=h100", r"--config\.mesh\.fsdp=1 --config\.train\.microbatches="),
         ("llama_70b.py", "--on=t4 --fit", r"--on=t4x\d+ --config\.mesh\."),
+        ("finetune/qlora.py", "--on=rtx4090 --config.model=llama3-8b", r"--config\.mesh\.data=1 "),
+        ("finetune/lora.py", "--on=rtx4090 --config.model=llama3-8b", r"--on=rtx4090x\d+ "),
         ("llama_70b.py", "--on=v5e-64", r"--on=v5e-\d+ "),
         ("llama_8b.py", "--on=v4", r"--on=v5p-\d+ "),
         ("llama_8b.py", "--on=cpu", r"--on=h100x\d+ "),
@@ -705,6 +707,7 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
 )
 def test_what_does_not_fit_is_answered_with_the_nearest_that_does(config, words, flags, capsys):
     asked = [f"--config=configs/{config}", *words.split()]
+    asked += ["--config.data.train=chat.jsonl"] if config.startswith("finetune") else []
     code, answer = ask(capsys, *asked)
     assert code == 0
     assert answer["fits"] is False
