@@ -82,7 +82,7 @@ def run(args: Any, out: Output) -> int:
         names = ("settings", "flags", "tried", "fitting")
         answer["fit"] = {name: getattr(result, name) for name in names}
     try:
-        forecast = predict.forecast(chosen, on, assumed)
+        forecast = predict.forecast(chosen, on, assumed, has_base=bool(args.init_from))
     except ConfigError as error:
         sizes = [getattr(chosen.mesh, axis) for axis in AXES]
         needed = math.prod(size for size in sizes if size != "auto")

@@ -154,8 +154,10 @@ class Forecast:
         return device_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero)
 
 
-def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
-    """Return the plan of `run` on `machine`.
+def forecast(
+    run: Run, machine: Machine, assumed: list[str] | None = None, *, has_base: bool = False
+) -> Forecast:
+    """Return the plan of `run` on `machine`; with `has_base` it begins with trained weights.
 
     Raises ConfigError if the run does not divide over the devices, or the requested kernel cannot
     compute its attention there.
@@ -273,6 +275,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         risks=[
             *_evaluation_risk(run, used["total"], evaluation),
             *_risks(run, machine, decoder, sizes),
+            *_length_risks(run, decoder, has_base=has_base),
         ],
         rollout=drawn,
     )
@@ -483,9 +486,14 @@ def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> It
         overflow = "steps whose scaled gradients overflow are not applied"
         yield f"float16 has a small range: {overflow}; bfloat16 has no such steps"
     yield from dropless_warnings(run, decoder, sizes, _target(chip).platform)
+
+
+def _length_risks(run: Run, decoder: ModelConfig, *, has_base: bool) -> Iterator[str]:
+    """Yield warnings of few steps, and of few tokens for a model that begins without training."""
     tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / model_cost.active_parameters(decoder)
-    if ratio < 5:
+    is_pretraining = run.data.kind == "text" and isinstance(run.tune, Full) and not has_base
+    if is_pretraining and ratio < 5:
         best = "about 20 are best for the compute (arXiv:2203.15556)"
         yield f"{tokens:,} tokens are {ratio:.2g} per parameter: {best}"
     if run.train.steps < 100:

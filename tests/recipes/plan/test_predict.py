@@ -737,6 +737,22 @@ def test_each_row_of_a_plan_has_a_label_of_its_own(capsys):
     assert len(named) == len(set(named))
 
 
+def test_few_tokens_per_parameter_are_a_risk_of_pretraining_alone(capsys, tmp_path):
+    def has_risk(*words):
+        _, answer = ask(capsys, "--on=h100", "--config.train.steps=500", *words)
+        return any("per parameter" in each for each in answer["risks"])
+
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json(load({}))))
+    (tmp_path / "checkpoints").mkdir()
+    pretraining = "--config=configs/llama_1b.py"
+    assert has_risk(pretraining)
+    assert not has_risk(pretraining, f"--init_from={tmp_path}")
+    assert not has_risk(pretraining, "--config.tune.name=lora")
+    for name in ("finetune/sft", "finetune/lora", "preference/dpo", "preference/reward"):
+        words = [f"--config={name}", "--config.model=llama3.2-1b"]
+        assert not has_risk(*words, "--config.data.train=chat.jsonl"), name
+
+
 def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     _, answer = ask(capsys, "--config=configs/gpt2_124m.py", "--on=h200", "--price=3")
     assert answer["cost"] == pytest.approx([3 * hours for hours in answer["hours"]])
