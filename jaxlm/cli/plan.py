@@ -15,7 +15,7 @@ import math
 import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, is_run, needed_config, without_flag
+from jaxlm.cli.arguments import Parser, add_flag, is_run, needed, needed_config, without_flag
 from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
@@ -48,7 +48,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
     from jaxlm.recipes.plan import predict, search
 
-    loaded = config.load(Run, needed_config(args, Run), args.overrides)
+    loaded = config.load(Run, _config(args), args.overrides)
     loaded = with_init_from(loaded, args, out)
     if args.on is None and (args.exact or args.devices != 1):  # these are for this CPU
         args.on = "cpu"
@@ -106,6 +106,18 @@ def run(args: Any, out: Output) -> int:
         answer["compiled_bytes_per_device"] = held
         answer["fits"] = held["total"] <= forecast.memory_bytes
     return out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
+
+
+def _config(args: Any) -> str:
+    """Return --config. Raises CommandError; the fix is a run that another flag names, if any."""
+    from jaxlm.recipes.config import Run
+    from jaxlm.training.rundir import split_ref
+
+    places = [args.workdir] if args.workdir else []
+    places += [str(split_ref(args.init_from)[0])] if args.init_from else []
+    if run := next(filter(is_run, places), None):
+        return needed(args, "config", fix=f"--config={shlex.quote(run)}")
+    return needed_config(args, Run)
 
 
 def _draft(ref: str | None) -> Any:

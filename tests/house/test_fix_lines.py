@@ -112,6 +112,8 @@ SITUATIONS = {
     "eval without a run": Situation("eval"),
     "eval without a run, and none there": Situation("eval", "rm -r runs"),
     "plan without a config": Situation("plan --on=h100"),
+    "plan of a run as the directory": Situation(f"plan --on=h100 --serve {RUN}"),
+    "plan that begins with a run": Situation("plan --on=h100 --init_from=runs/a@2"),
     "data run without a config": Situation("data run --out=out --config.source=texts/*.txt"),
     "scale without a budget": Situation("scale"),
     "scale with runs and a sweep": Situation(

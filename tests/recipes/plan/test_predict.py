@@ -753,6 +753,17 @@ def test_few_tokens_per_parameter_are_a_risk_of_pretraining_alone(capsys, tmp_pa
         assert not has_risk(*words, "--config.data.train=chat.jsonl"), name
 
 
+@pytest.mark.parametrize("words", ["--serve --workdir={}", "--init_from={}", "--init_from={}@5"])
+def test_a_plan_that_names_a_run_without_a_config_proposes_that_run(words, capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json(load({}))))
+    (tmp_path / "checkpoints").mkdir()
+    words = ["plan", "--on=cpu", *words.format(tmp_path).split()]
+    assert main(words) == 2
+    fix = f"--config={tmp_path}"
+    assert capsys.readouterr().err.endswith(f"  fix    {fix}\n")
+    assert main([*words, fix]) == 0
+
+
 def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     _, answer = ask(capsys, "--config=configs/gpt2_124m.py", "--on=h200", "--price=3")
     assert answer["cost"] == pytest.approx([3 * hours for hours in answer["hours"]])
