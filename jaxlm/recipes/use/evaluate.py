@@ -82,8 +82,8 @@ def evaluate(
     opened = load.load_run(workdir, sequence=sequence, adapter=reader, say=say, **selection)
     sequence = checked_length(opened, sequence, say)
     if verify is None:
-        chat = _chat_encoder(opened, text, sequence, adapters.template_folder(adapter), say)
-        sets = measure(opened, open_loaders(opened, text, sequence, say, chat), batch)
+        folder = adapters.template_folder(adapter)
+        sets = measure(opened, open_loaders(opened, text, sequence, say, adapter=folder), batch)
     else:
         verifier = answers.AnswerVerifier(
             opened, workdir, verify, adapters.template_folder(adapter), say
@@ -241,7 +241,7 @@ def _fix_of_run(opened: LoadedRun, fix: str) -> str:
         key = opened.run.data.text_key
         return f"name files with one JSON object a line, whose text is in {key!r}"
     if chat_templates.of_folder(opened.workdir / chat_templates.HUB) is not None:
-        return "--verify=exact    # reads conversations by the template of the run"
+        return "name files of text: the run has records of another form than conversations"
     return "name files of text: the run has no chat template, which conversations need"
 
 
@@ -251,6 +251,7 @@ def open_loaders(
     sequence: int,
     say: Log,
     chat: ChatEncoder | None = None,
+    adapter: Path | None = None,
 ) -> dict[str, Loader]:
     """Return the validation sets of a run, or those of other text, in rows of a length.
 
@@ -259,7 +260,9 @@ def open_loaders(
       text: globs of other text; () means the run's own validation sets.
       sequence: length of the rows.
       `say`: receives log lines.
-      chat: the encoding of other text that is conversations; None for plain text.
+      chat: the encoding of other text, which is conversations. By default (None) those are read by
+        the chat template of the adapter or the run if the first record is one.
+      adapter: the folder with the chat template of an adapter; None without one.
     """
     run = opened.run
     if text and run.objective.has_reward_head:
@@ -270,6 +273,7 @@ def open_loaders(
             fix=f"jaxlm eval --workdir={shlex.quote(str(opened.workdir))}    # its own pairs",
         )
     if text:
+        chat = chat or _chat_encoder(opened, text, sequence, adapter, say)
         fields = None if chat is None else run.data.chat or ChatFields("chat")
         corpus = Corpus.find(tuple(text), run.data.text_key, "--text", chat=fields)
         if chat is not None:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 
+import jaxlm
 from jaxlm.cli.main import main
 from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
@@ -116,6 +117,18 @@ def test_other_conversations_have_a_loss_without_answers(untrained, folder, caps
     whole = call(capsys, f"--workdir={untrained}")[1]
     held = call(capsys, f"--workdir={untrained}", f"--text={folder / 'held.jsonl'}")[1]
     assert held["loss_nats"] == whole["loss_nats"]
+    loaded = jaxlm.load(untrained)
+    assert loaded.evaluate(str(folder / "asked.jsonl"))["loss_nats"] == plain["loss_nats"]
+
+
+def test_a_run_is_quantized_by_the_loss_of_other_conversations(untrained, folder, tmp_path, capsys):
+    asked, out = f"--text={folder / 'asked.jsonl'}", tmp_path / "out"
+    words = ["quantize", f"--workdir={untrained}", asked, f"--out={out}", "--scheme=int8", "--json"]
+    capsys.readouterr()
+    assert main([*words, "--allow=loss:50%"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    _, plain = call(capsys, f"--workdir={untrained}", asked)
+    assert table["before"]["loss_nats"] == plain["loss_nats"]
 
 
 @pytest.mark.slow
