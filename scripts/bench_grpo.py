@@ -16,7 +16,6 @@ Parts are drawing, and the rest: jaxlm's is nearly all its update. TRL's side is
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import random
@@ -123,8 +122,9 @@ def train_jaxlm(size: Size, dtype: str, folder: Path) -> None:
     draw = random.Random(0)
     count = 8 * size.prompts * size.prompt_tokens - len(characters)
     order = [*characters, *draw.choices(characters, k=count)]  # all have an id
-    texts = itertools.batched(order, size.prompt_tokens)
-    lines = [{"prompt": "".join(text), "answer": "".join(text[:1])} for text in texts]
+    starts = range(0, len(order), size.prompt_tokens)
+    texts = ["".join(order[first : first + size.prompt_tokens]) for first in starts]
+    lines = [{"prompt": text, "answer": text[:1]} for text in texts]
     prompts.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
     (folder / "rewards.py").write_text(
         "def one(completion):\n"

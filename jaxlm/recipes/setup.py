@@ -51,6 +51,7 @@ from jaxlm.training.rundir import read_json
 from jaxlm.tune import merge, surgery
 from jaxlm.tune.config import Full
 
+CACHE_FOLDER = "jax_compilation_cache_dir"
 MIN_COMPILE_TIME = "jax_persistent_cache_min_compile_time_secs"
 KEPT_SECONDS = 0.1  # JAX's default of 1 leaves out a second of small programs at each start
 PASS_TOKENS = 16_384  # of a forward pass outside of training, for each part of the batch
@@ -81,8 +82,8 @@ def start(cpu_devices: int | None = None) -> None:
     # On a CPU, asynchronous dispatch gains no parallelism; and core/backend.py keeps freed memory
     # only for programs that the main thread runs.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
+    if getattr(jax.config, CACHE_FOLDER) is None:
+        jax.config.update(CACHE_FOLDER, str(compile_cache()))
     if MIN_COMPILE_TIME.upper() not in os.environ:
         jax.config.update(MIN_COMPILE_TIME, KEPT_SECONDS)
     lru_cache.LRUCache.put = _put  # type: ignore[assignment]

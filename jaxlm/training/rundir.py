@@ -23,6 +23,7 @@ from jaxlm.training.lock import Lock
 
 COMMAND = "command.sh"
 IMPORTED = "imported.json"  # in a run directory with imported weights
+OF_A_RUN = ("config.json", "lock", "exit.json", "checkpoints", COMMAND)
 REPORT_SECONDS = 5.0  # timeout: a scheduler that stopped the run may kill it soon
 REFUSALS = {ConfigError.code, InputMissing.code}  # exit codes of a refused command
 
@@ -36,6 +37,13 @@ def split_ref(ref: str) -> tuple[Path, str | None]:
     """
     path, _, step = ref.rpartition("@")
     return (Path(path), step) if path else (Path(ref), None)
+
+
+def other_files(path: Path) -> list[str]:
+    """Return the names of files in a folder that is no run directory; none in that of a run."""
+    if not path.is_dir() or any((path / name).exists() for name in OF_A_RUN):
+        return []
+    return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
 class RunDir:

@@ -329,7 +329,7 @@ def _try(run: Run, grid: Mesh) -> TrialResult:
         state = engine.init_state()
         batches = [host.put(grid, batch) for batch in _batches(run, tokenizer.size)]
         # The program runs once: LLVM's optimizations would cost more time than they save.
-        hurried = {"xla_backend_optimization_level": 0}
+        hurried: dict[str, Any] = {"xla_backend_optimization_level": 0}
         lowered = engine.gradient.lower(state, batches[0], **engine.extra_inputs)
         taken = lowered.compile(compiler_options=hurried)
         leaves = tree.leaves(taken(state, batches[0], **engine.extra_inputs)).items()

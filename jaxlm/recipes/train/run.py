@@ -73,7 +73,7 @@ from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.recipes.use.load import InitSource, base_fix, load_base, read_config
 from jaxlm.training import epochs
 from jaxlm.training.processes import ProcessGroup
-from jaxlm.training.rundir import IMPORTED, RunDir, read_json
+from jaxlm.training.rundir import IMPORTED, RunDir, other_files, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full, Quantized
 
@@ -233,6 +233,7 @@ def _open(
     )
     is_first = processes.peers.is_first
     processes.agree("code, config and options", _identity(loaded, options))
+    others = other_files(options.workdir) if is_first else []
     directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
     processes.shutdown.write_exit = directory.write_exit
     processes.shutdown.write_report = directory.write_report
@@ -243,6 +244,9 @@ def _open(
     console = stack.enter_context(
         Console(screen, total=run.train.steps, is_verbose=options.verbose)
     )
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        console.say(f"caution: {directory.path} has other files, which stay ({names})")
     writer = StoreWriter(
         owner=directory.lock.fence,
         is_owner=directory.lock.is_owner,

@@ -277,10 +277,17 @@ def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(
     flags = [f"--config.data.train={tmp_path}/a.jsonl", "--config.data.validation=()"]
     flags += ["--config.train.steps=4", "--config.sample.every=3", "--config.schedule.end=8"]
     run = tmp_path / "run"
+    run.mkdir()
+    for name in ("a.csv", "b.csv", "c.csv", "d.csv"):
+        (run / name).touch()
     warning = f"left out of train: 20 empty (first {tmp_path}/a.jsonl, line 2)"
     assert train(config, run, *flags, "--stop_at=2") == 0
     assert train(config, run, *flags) == 0
-    assert (run / "log.txt").read_text().splitlines().count(warning) == 2
+    lines = (run / "log.txt").read_text().splitlines()
+    assert lines.count(warning) == 2
+    others = f"caution: {run} has other files, which stay (a.csv, b.csv, c.csv, ...)"
+    assert lines.count(others) == 1  # at the first start
+    assert all((run / name).exists() for name in ("a.csv", "d.csv"))
     warnings = harness.records(run, "warnings.jsonl")
     assert [each["step"] for each in warnings] == [0, 0, 2, 2]
     assert [each["text"] for each in warnings[1::2]] == [warning, warning]

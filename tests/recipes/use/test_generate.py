@@ -303,7 +303,9 @@ def test_texts_and_rows_beyond_the_positions_of_the_training_are_noted(capsys, r
     assert f"exceed model.max_positions = {positions}" in capsys.readouterr().out
     assert main([*words, "--max_tokens=4"]) == 0
     assert "exceed" not in capsys.readouterr().out
-    words = ["eval", f"--workdir={run}", f"--sequence={2 * positions}"]
+    (run / "few.txt").write_text("some words\n")
+    words = ["eval", f"--workdir={run}", f"--text={run / 'few.txt'}"]
+    words.append(f"--sequence={2 * positions}")
     assert main(words) == 0
     caution = f"rows of {2 * positions} tokens exceed model.max_positions = {positions}"
     assert caution in capsys.readouterr().out

@@ -22,7 +22,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.teacher import StoredTeacher
 from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.compare import summary
-from jaxlm.recipes.use import load, quantize
+from jaxlm.recipes.use import load, model_difference, quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
 from tests.faults import harness
@@ -30,6 +30,13 @@ from tests.faults import harness
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 SETTINGS = {"train.steps": 6, "eval.batches": 2, "optim.lr": 1e-2, "model.dropout": 0.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def briefly_timed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_difference, "TIMED_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import continuer
-from jaxlm.recipes.use import evaluate, generate, load, verify
+from jaxlm.recipes.use import evaluate, generate, load, model_difference, verify
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -121,7 +121,10 @@ def test_other_conversations_have_a_loss_without_answers(untrained, folder, caps
     assert loaded.evaluate(str(folder / "asked.jsonl"))["loss_nats"] == plain["loss_nats"]
 
 
-def test_a_run_is_quantized_by_the_loss_of_other_conversations(untrained, folder, tmp_path, capsys):
+def test_a_run_is_quantized_by_the_loss_of_other_conversations(
+    untrained, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(model_difference, "TIMED_SECONDS", 0.0)
     asked, out = f"--text={folder / 'asked.jsonl'}", tmp_path / "out"
     words = ["quantize", f"--workdir={untrained}", asked, f"--out={out}", "--scheme=int8", "--json"]
     capsys.readouterr()
