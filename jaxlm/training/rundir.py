@@ -41,9 +41,12 @@ def split_ref(ref: str) -> tuple[Path, str | None]:
 
 def other_files(path: Path) -> list[str]:
     """Return the names of files in a folder that is no run directory; none in that of a run."""
-    if not path.is_dir() or any((path / name).exists() for name in OF_A_RUN):
+    try:
+        if not path.is_dir() or any((path / name).exists() for name in OF_A_RUN):
+            return []
+        return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
+    except OSError:  # `RunDir` has the error of a folder that cannot be used
         return []
-    return sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
 
 
 class RunDir:
