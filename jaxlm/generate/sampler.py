@@ -144,7 +144,7 @@ class Sampler:
           params: the parameters.
           retained: arrays that are not deleted.
         """
-        if self._search is not None:
+        if self._search is not None or not decode.needs_relayout():
             return params
         form = jax.tree.structure(jax.eval_shape(self._layout, params))
         leaves = consume(lambda params: jax.tree.leaves(self._layout(params)), params, retained)
