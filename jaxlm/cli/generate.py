@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
-from jaxlm.core.errors import CommandError, ConfigError, InputMissing
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 
 if TYPE_CHECKING:
     from jaxlm.generate.config import GenerateConfig
@@ -39,7 +39,8 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
 
 
 def add_arguments(parser: Parser) -> None:
-    add_flag(parser, "--prompt", "TEXT", [], "text to continue (start of a document); repeatable")
+    doc = "text to continue (start of a document), - for standard input; repeatable"
+    add_flag(parser, "--prompt", "TEXT", [], doc)
     parser.add_switch("--chat", "treat prompts as user turns of the imported model's template")
     for flag in FLAGS:
         add_flag(parser, *flag)
@@ -85,6 +86,22 @@ def _file(args: Any, name: str) -> str | None:
         raise not_utf8(path, error, "byte") from None
 
 
+def _prompts(typed: Sequence[str]) -> list[str]:
+    """Return the prompts, with the text of standard input in place of -. Raises DataError."""
+    if "-" not in typed:
+        return [*typed] or [""]
+    try:
+        read = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "standard input is not UTF-8",
+            where=f"--prompt=-, byte {error.start}",
+            why=f"0x{error.object[error.start]:02x}: {error.reason}",
+            fix="convert it before: iconv -f latin1 -t utf-8",
+        ) from None
+    return [read if each == "-" else each for each in typed]
+
+
 class _Stream:
     """Printer of streamed rows, one after the other: a row is held back until earlier rows end."""
 
@@ -112,7 +129,7 @@ def run(args: Any, out: Output) -> int:
         raise CommandError(what, where="--stream", why=why, fix="leave --stream out")
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
 
-    lists = {"prompts": args.prompt or [""], "stop": args.stop, "seed": args.seed or [0]}
+    lists = {"prompts": _prompts(args.prompt), "stop": args.stop, "seed": args.seed or [0]}
     lists |= {"choice": args.choice, **{name: _file(args, name) for name in EXAMPLES}}
     settings = read_settings(args, lists, "jaxlm generate --help")
     from jaxlm.recipes.use.generate import generate

@@ -15,14 +15,17 @@ def add_init_from(parser: Parser, used: str) -> None:
 
 
 def with_init_from(loaded: Loaded, args: Any, out: Output) -> Loaded:
-    """Return the config that `jaxlm train` has with --init_from, and print what changes."""
+    """Return the config that `jaxlm train` has with --init_from, and print what changes.
+
+    A model of another library is imported to WORKDIR-base, which replaces it in `args`.
+    """
     if args.init_from is None:
         return loaded
     from jaxlm.recipes.train.init_from import as_run, with_model_of
 
     workdir = Path(args.workdir) if args.workdir else None
-    ref = as_run(args.init_from, workdir, None, out.log)
-    loaded, lines = with_model_of(loaded, ref, workdir)
+    args.init_from = as_run(args.init_from, workdir, None, out.log)
+    loaded, lines = with_model_of(loaded, args.init_from, workdir)
     for line in lines:
         out.log(line)
     return loaded

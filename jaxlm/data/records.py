@@ -70,6 +70,17 @@ class Broken(NamedTuple):
     record: int
 
 
+class NoText(DataError):
+    """A record of text has no text.
+
+    Attributes:
+      is_conversation: it has turns in the fields that `data.kind=chat` reads.
+      is_mapped: it has turns in other fields, which `data.fields` can name.
+    """
+
+    is_conversation = is_mapped = False
+
+
 class LeftOut(Counter[str]):
     """Counts of documents left out, by reason; `first` has the place of the first of a reason."""
 
@@ -383,11 +394,12 @@ def not_a_conversation(rejected: Rejected, name: str, number: int) -> DataError:
     return DataError(what, where=where, why=rejected.why, fix=rejected.fix)
 
 
-def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
+def _no_text(record: Any, name: str, number: int, text_key: str) -> NoText:
     is_object = isinstance(record, dict)
     texts = {k: v for k, v in record.items() if isinstance(v, str)} if is_object else {}
     turns = record_fields.proposed(record, "chat") if is_object else ""
-    if is_object and not record.keys().isdisjoint(("messages", "conversations")):
+    is_conversation = is_object and not record.keys().isdisjoint(("messages", "conversations"))
+    if is_conversation:
         fix = "--config.data.kind=chat"
     elif texts:
         longest = max(texts, key=lambda name: len(texts[name]))  # others are titles, addresses
@@ -400,7 +412,7 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
         fix = _from_array(Path(name))
     else:
         fix = "one JSON object a line, with its text in one field"
-    return DataError(
+    error = NoText(
         f"a record has no text under {text_key!r}",
         where=formats.place(name, number),
         why=f"its fields with text: {', '.join(texts) or 'none'}"
@@ -408,3 +420,5 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
         else conversations.described(record),
         fix=fix,
     )
+    error.is_conversation, error.is_mapped = is_conversation, bool(turns) and not is_conversation
+    return error

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.data.conversations import ROLES
 from jaxlm.data.corrupt.fim import FIM_TOKENS
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarRefused, GrammarSource, Kind
@@ -352,6 +353,9 @@ def _messages(fields: Fields) -> list[dict[str, str]]:
             content = "".join(map(str, parts)) if whole else None
         if not isinstance(each.get("role"), str) or not isinstance(content, str):
             message = "a message needs a role and a content of text"
+            raise RefusedRequest(422, message, "messages")
+        if each["role"] not in ROLES:
+            message = f"a role is one of {', '.join(ROLES)}, not {each['role'][:20]!r}"
             raise RefusedRequest(422, message, "messages")
         messages.append(each | {"content": content})
     return messages

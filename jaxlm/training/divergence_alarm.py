@@ -24,12 +24,14 @@ class AlarmTerms:
       ids: ids of the tokenizer.
       rate: peak of the learning rate.
       ranking_set: the validation set that ranks checkpoints.
+      init_from: RUN[@STEP] of the first weights, if this start names it or they are of an adapter.
       guard: limits of the run.
     """
 
     ids: int
     rate: float
     ranking_set: str
+    init_from: str | None
     guard: GuardConfig
 
 
@@ -143,6 +145,7 @@ class DivergenceAlarm:
         shown = f"{loss:.4f}" if loss < 1e4 else f"{loss:.3g}"
         path = self._directory.path
         words = ["jaxlm", "lr-find", f"--config={path / 'config.json'}", f"--out={path}-lr-find"]
+        words += [f"--init_from={self._terms.init_from}"] if self._terms.init_from else []
         return {
             "worse_than": worse,
             "step": step,

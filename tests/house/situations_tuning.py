@@ -152,9 +152,6 @@ SITUATIONS: dict[str, Situation] = {
     "an average of adapters": Situation(
         "average --workdir=runs/tuned --newest=2 --out=mean", TUNED
     ),
-    "an adapter where no base is read": Situation(
-        f"lr-find --config=c.py --out=found --steps=20 {LORA}"
-    ),
     "an import of nothing": Situation("import --workdir=new", "cp -r exported model"),
     "a student without a teacher": Situation(
         "config validate --config=c.py --config.objective.name=distill"
@@ -293,7 +290,6 @@ SLOW = {
     "inputs that are not finite",
     "a search for the codes of an encoder",
     "an average of adapters",
-    "an adapter where no base is read",
     "quantized weights that are trained",
     "a merge onto a base that is not quantized",
     "an adapter of nothing",

@@ -125,6 +125,12 @@ def test_v7_special_tokens_that_a_user_writes_stay_text(served):
     assert 2 not in outcome(body, served, api.completion).requests[0].ids
 
 
+def test_a_role_that_no_training_has_is_refused(served):
+    fields = Fields(parse(b'{"messages": [{"role": "usr", "content": "a"}]}'))
+    with pytest.raises(RefusedRequest, match="system, developer, user, assistant, tool, not 'usr'"):
+        api.chat_completion(fields, served)
+
+
 def test_a_suffix_is_put_before_the_middle(served):
     body = json.dumps({"prompt": "a", "suffix": "b", "max_tokens": 2}).encode()
     (request,) = outcome(body, served, api.completion).requests

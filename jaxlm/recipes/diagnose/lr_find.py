@@ -11,16 +11,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
+from jaxlm.data.dataset import Data
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.schedule_plot import make_folder
-from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.teacher import find_teacher, load_teacher
+from jaxlm.recipes.setup import ShardedModel
+from jaxlm.recipes.train import reference
+from jaxlm.recipes.train.checkpointing import state_from
+from jaxlm.recipes.train.init_from import RANDOM_WEIGHTS, check_tokenizer, find_init_source
+from jaxlm.recipes.train.programs import TrainPrograms, check_has_rows
+from jaxlm.recipes.train.teacher import Teacher, find_teacher, load_teacher
+from jaxlm.recipes.use.load import InitSource, load_base
+from jaxlm.training.state import TrainState
+from jaxlm.tune.config import Full
 
 MIN_STEPS = 10
 LIMIT = 1.5  # the test ends if the smoothed loss is this many times its lowest
@@ -35,12 +44,13 @@ RECORD, PLOT = "lr-find.json", "lr-find.png"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LrFindOptions:
-    """Range of rates, number of steps, and output folder."""
+    """Range of rates, number of steps, output folder, and RUN[@STEP] of the first weights."""
 
     low: float
     high: float
     steps: int
     out: Path
+    init_from: str | None = None
     cpu_devices: int | None = None
 
 
@@ -53,18 +63,21 @@ class Point(NamedTuple):
 
 
 def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict[str, Any]:
-    """Train from fresh parameters at rising rates; suggest a third of the rate of lowest loss.
+    """Train at rising rates; suggest a third of the rate of lowest loss.
 
     `suggested_lr` is None if the loss does not fall. Step i of n has the rate
 
         low (high / low)^(i / (n - 1))
 
-    without warm-up or decay; batches, clipping and all else are the config's. The guard ignores
-    spikes. The test ends at the first loss or gradient that is not finite, or if the loss, smoothed
-    over the last steps, is 1.5 times its lowest. Writes only lr-find.json and lr-find.png.
+    without warm-up or decay; batches, clipping and all else are the config's. The first weights are
+    those of a run that begins: of `init_from`, or random ones. A reference of preferences scores
+    the answers in each step. The guard ignores spikes. The test ends at the first loss or gradient
+    that is not finite, or if the loss, smoothed over the last steps, is 1.5 times its lowest.
+    Writes only lr-find.json and lr-find.png.
 
     Raises:
       CommandError: if the rates are not a range, or the steps are too few.
+      ConfigError: if the config needs a model to start from, or differs from it.
       NotWritable: if `out` cannot be written, or contains an earlier test.
       Diverged: if the loss is not finite from the start.
 
@@ -72,6 +85,7 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     picks a rate from the accuracy.
     """
     _check(options)
+    check_has_rows(run)
     parts.check_names(run.data)
     make_folder(options.out, "the folder of the test", fix="--out=lr-find-2")
     if (options.out / RECORD).exists():
@@ -84,19 +98,32 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     setup.start(options.cpu_devices)
     run = setup.with_compute(run)
     mesh = setup.build_mesh_for(run)
+    source = None
+    if options.init_from is not None or not isinstance(run.tune, Full):
+        named = options.init_from, options.out, say, Verifier(say=say)
+        source = find_init_source(run, *named, is_begun=False)
+    elif run.data.kind != "text":
+        say(RANDOM_WEIGHTS.format(run.data.kind))
     data = setup.open_data(run, say=say, warn=say)
+    if source is not None:
+        check_tokenizer(source, data.tokenizer.digest)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-    teacher = find_teacher(run, data, say)
     whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
-        frozen = load_teacher(run, teacher, model) if teacher else None
-        engine = TrainPrograms(bare, data, model, growing(options), frozen)
+        teacher = _frozen_model(run, data, model, source, say)
+        base = None
+        if model.base:
+            assert source is not None  # an adapter has one
+            base = load_base(source, model)
+        programs = TrainPrograms(bare, data, model, growing(options), teacher, base)
+        state = programs.init_state() if source is None else state_from(programs, source)
+        _attach_start(programs, state, source)
         say(
             f"compiling, then {options.steps} steps at rates from {options.low:g} to "
             f"{options.high:g}"
         )
-        measured, ended = _measure(engine, options.steps)
+        measured, ended = _measure(programs, state, options.steps)
     if not measured:
         raise Diverged(
             "the loss or its gradient is not finite before the first update",
@@ -133,13 +160,38 @@ def growing(options: LrFindOptions) -> LearningRate:
     return lambda step: options.low * jnp.exp(jnp.asarray(step, jnp.float32) * ratio)
 
 
-def _measure(engine: TrainPrograms, steps: int) -> tuple[list[tuple[float, float]], str]:
+def _frozen_model(
+    run: Run, data: Data, model: ShardedModel, source: InitSource | None, say: Log
+) -> Teacher | None:
+    """Return the teacher of the objective, or the run that answers are compared with, if any."""
+    named = run.objective.compared_with
+    if named in (None, reference.START, reference.ADAPTER_OFF):
+        frozen = find_teacher(run, data, say, start=source)
+    else:
+        frozen = reference.find_named(named, data.tokenizer.digest, say)
+    return load_teacher(run, frozen, model) if frozen else None
+
+
+def _attach_start(programs: TrainPrograms, state: TrainState, source: InitSource | None) -> None:
+    """Keep the weights before the first update, if answers are compared with them."""
+    compared = programs.run.objective.compared_with
+    # A step donates its state, and so its parameters.
+    if compared == reference.START:
+        params = jax.tree.map(jnp.copy, programs.whole(state.params))
+        programs.teacher = Teacher(programs.model.blueprint, params)
+    elif compared == reference.ADAPTER_OFF and source is not None and source.adapter is not None:
+        programs.adapter = jax.tree.map(jnp.copy, state.params)
+
+
+def _measure(
+    programs: TrainPrograms, state: TrainState, steps: int
+) -> tuple[list[tuple[float, float]], str]:
     """Return (rate, loss) of each step, and why the test ended."""
-    state, batches = engine.init_state(), engine.batches(0)
+    batches = programs.batches(0)
     measured: list[tuple[float, float]] = []
     lowest = running = math.inf
     for _ in range(steps):
-        state, metrics = engine.step(state, next(batches), **engine.extra_inputs)
+        state, metrics = programs.step(state, next(batches), **programs.extra_inputs)
         rate, loss = float(metrics["learning_rate"]), float(metrics["loss_nats"])
         if metrics["verdict"]:  # the guard did not apply the update
             return measured, f"the loss or its gradient was not finite at {rate:.3g}"

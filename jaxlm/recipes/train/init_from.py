@@ -1,7 +1,6 @@
 """Weights of another run to start from: `--init_from`, the base of an adapter, a reference."""
 
 import dataclasses
-import functools
 import shlex
 import sys
 from pathlib import Path
@@ -31,11 +30,15 @@ from jaxlm.training.rundir import RunDir, read_json, split_ref
 from jaxlm.tune.config import Full
 
 START_FILE = "start.json"  # of a run directory: the run that its reference is
+RANDOM_WEIGHTS = (
+    "the weights are random: data.kind={} is for a model that was trained on text\n"
+    "  --init_from=MODEL names a run, a folder of transformers, a .gguf file or hf:ORG/NAME"
+)
 MODEL_FREE = ("model.dropout", "model.init", "model.init_std")  # weights keep their meaning
 
 
 def find_init_source(
-    run: Run, options: StartOptions, warn: Log, verifier: Verifier, *, is_begun: bool
+    run: Run, ref: str | None, workdir: Path, warn: Log, verifier: Verifier, *, is_begun: bool
 ) -> InitSource:
     """Return the run and step of --init_from=RUN[@STEP], or of an adapter's base.
 
@@ -45,18 +48,18 @@ def find_init_source(
 
     Args:
       run: the config.
-      options: with --init_from and the run directory.
+      ref: RUN[@STEP] of --init_from; None for the base of the run's adapter.
+      workdir: the run directory.
       warn: called with a line for each damaged step that is passed over.
       verifier: compares the step with its record.
       is_begun: the run has a checkpoint.
     """
     if isinstance(run.tune, Full):
-        assert options.init_from is not None
-        source = open_run_ref(options.init_from, "--init_from", warn, verifier)
+        assert ref is not None
+        source = open_run_ref(ref, "--init_from", warn, verifier)
         check_plain(source, why="its checkpoints have an adapter, and tune.name=full trains all")
     else:
-        base = functools.partial(find_base, options.workdir, run, options.init_from)
-        source = base(warn, verifier, is_begun=is_begun)
+        source = find_base(workdir, run, ref, warn, verifier, is_begun=is_begun)
     if source.run.objective.has_reward_head and not run.objective.has_reward_head:
         raise ConfigError(
             "the run to start from is a reward model",
@@ -221,6 +224,14 @@ def write_base(directory: RunDir, source: InitSource, *, is_begun: bool) -> None
         before = read_json(directory.path, BASE)
         record |= {name: before[name] for name in ("adapter",) if name in before}
     directory.write_json(BASE, record)
+
+
+def recorded_start(workdir: Path) -> str | None:
+    """Return RUN@STEP of the first weights of a run with an adapter; None for another run."""
+    if not (workdir / BASE).is_file():
+        return None
+    base = read_json(workdir, BASE)
+    return "{run}@{step}".format_map(base.get("adapter", base))
 
 
 def find_start(

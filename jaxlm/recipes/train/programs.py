@@ -94,13 +94,7 @@ class TrainPrograms:
                 why="its step runs without the files of a run",
                 fix="--config.objective.name=causal    # the same model on the labels alone",
             )
-        if model.base and base is None:
-            raise ConfigError(
-                f"this command does not read the base of tune.name = {run.tune.name}",
-                where="tune.name",
-                why="its step runs without the files of a run",
-                fix="--config.tune.name=full    # all parameters, from their initial values",
-            )
+        assert base is not None or not model.base, "an adapter changes the parameters of a base"
         self.run, self.data, self.model, self.teacher, self.base = run, data, model, teacher, base
         self.reference = ""  # of a preference run, for its header
         self.adapter: Any = None  # of the reference, if it is an adapter that the run began with
@@ -283,13 +277,7 @@ class TrainPrograms:
         `skips` are ranges of batches that are left out; `warn` is called with a description of data
         that cannot be read. Raise ConfigError if the rows are samples of the model.
         """
-        if self.run.objective.samples_answers:
-            raise ConfigError(
-                f"this command draws no rollouts of the objective {self.run.objective.name}",
-                where="objective.name",
-                why="its rows are samples of the model, which only `jaxlm train` draws and rewards",
-                fix="name a run of the objective causal, on answers instead of prompts",
-            )
+        check_has_rows(self.run)
         stream = self.data.train.batches(
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
@@ -462,6 +450,17 @@ class TrainPrograms:
             opt_state=opt_state,
             guard=jax.tree.map(lambda _: replicated, shapes.guard),
             average=None if shapes.average is None else model.own(model.shardings),
+        )
+
+
+def check_has_rows(run: Run) -> None:
+    """Raise ConfigError if the rows of a run are samples of its model, and not of its data."""
+    if run.objective.samples_answers:
+        raise ConfigError(
+            f"this command draws no rollouts of the objective {run.objective.name}",
+            where="objective.name",
+            why="its rows are samples of the model, which only `jaxlm train` draws and rewards",
+            fix="name a run of the objective causal, on answers instead of prompts",
         )
 
 

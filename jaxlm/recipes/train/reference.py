@@ -75,10 +75,15 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
         return Reference(name, source)
     if name == START:
         return Reference(name, begun_with)
-    source = open_run_ref(name, FLAG, warn, context.store.verifier)
+    return Reference(name, find_named(name, digest, warn, context.store.verifier))
+
+
+def find_named(name: str, digest: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
+    """Return the run RUN[@STEP] that answers are compared with, see `find`."""
+    source = open_run_ref(name, FLAG, warn, verifier)
     check_without_adapter(source, FLAG, "the reference is loaded without an adapter")
     check_tokenizer(source, digest)
-    return Reference(name, source)
+    return source
 
 
 def continued_adapter(

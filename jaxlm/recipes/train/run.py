@@ -56,6 +56,7 @@ from jaxlm.recipes.train import checkpointing, reference, resume
 from jaxlm.recipes.train.api import ResumeOptions, RunContext, StartOptions
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.init_from import (
+    RANDOM_WEIGHTS,
     START_FILE,
     check_tokenizer,
     find_init_source,
@@ -77,10 +78,6 @@ from jaxlm.training.rundir import IMPORTED, RunDir, other_files, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full, Quantized
 
-RANDOM = (
-    "the weights are random: data.kind={} is for a model that was trained on text\n"
-    "  --init_from=MODEL names a run, a folder of transformers, a .gguf file or hf:ORG/NAME"
-)
 OTHER_VALIDATION = (
     "  --config.data.validation=GLOB names other text, '--config.data.validation=()' none"
 )
@@ -132,7 +129,7 @@ def run_training(
             f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
         ]
         if not point.meta and source is None and run.data.kind != "text":
-            notices.append(RANDOM.format(run.data.kind))
+            notices.append(RANDOM_WEIGHTS.format(run.data.kind))
         if not run.objective.samples_answers:  # else rows are of samples
             data.train.check_batch(run.pace)
         teacher_source = _teacher_source(context, stop, data, start, notices.append)
@@ -371,8 +368,8 @@ def _init_source(
         return None
     with _interruptible(stop, options, "the run to start from was verified"):
         is_begun = point.meta is not None
-        verifier = context.store.verifier
-        return find_init_source(context.run, options, warn, verifier, is_begun=is_begun)
+        named = options.init_from, options.workdir, warn, context.store.verifier
+        return find_init_source(context.run, *named, is_begun=is_begun)
 
 
 def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:

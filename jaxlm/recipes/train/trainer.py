@@ -29,6 +29,7 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
+from jaxlm.recipes.train.init_from import recorded_start
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
@@ -370,7 +371,11 @@ class Trainer(TrainLoop):
         run, data, progress = self.run_config, self.programs.data, self.progress
         ids, ranking_set = data.tokenizer.size, self.evaluator.ranking_set
         terms = AlarmTerms(
-            ids=ids, rate=run.optim.lr, ranking_set=ranking_set or "train", guard=run.guard
+            ids=ids,
+            rate=run.optim.lr,
+            ranking_set=ranking_set or "train",
+            init_from=self.context.options.init_from or recorded_start(self.context.directory.path),
+            guard=run.guard,
         )
         divergence = None
         # Coders compare with the likelihood of tokens, not with a loss of whole answers.

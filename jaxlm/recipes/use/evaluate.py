@@ -26,7 +26,7 @@ from jaxlm.data.conversations import ChatFields
 from jaxlm.data.documents import PROBED_BYTES, Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
-from jaxlm.data.records import Broken, ReadBudget
+from jaxlm.data.records import Broken, NoText, ReadBudget
 from jaxlm.evals import loss, preference
 from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
@@ -43,8 +43,6 @@ from jaxlm.rl.rewards import Rewards
 from jaxlm.rl.scoring import PromptScorer, Samplers
 from jaxlm.rl.turns import Turns
 from jaxlm.training.rundir import IMPORTED
-
-KIND_FIX = "--config.data.kind=chat"  # of a record with turns in place of text
 
 
 def evaluate(
@@ -142,8 +140,9 @@ def measure(
         most = max((each.plan.rows for each in loaders.values()), default=1)
         length = next(iter(loaders.values())).sequence
         batch = setup.pass_rows(opened.run, mesh, sequence=length, most=most)
-    ways = rules.split(mesh, "batch")
-    batch = -(-batch // ways) * ways
+    else:
+        ways = rules.split(mesh, "batch")
+        batch = -(-batch // ways) * ways
     sets = dict[str, dict[str, Any]]()
     with jax.set_mesh(mesh):
         table = setup.token_bytes(opened.model, opened.tokenizer)
@@ -226,18 +225,18 @@ def _chat_encoder(
     place = corpus.files[0], corpus.names[0], corpus.text_key
     first = next(records.read(*place, Counter(), ReadBudget(1, PROBED_BYTES)), None)
     error = first.error if isinstance(first, Broken) else None
-    if error is None or not error.fix.startswith(KIND_FIX):
+    if not isinstance(error, NoText):
         return None
-    if "data.fields" in error.fix and not run.data.fields:
+    if not (error.is_conversation or (error.is_mapped and run.data.fields)):
         return None
     template = template_of(opened.workdir, adapter, say)
     say(f"the text is conversations, which are read by {template.where}")
     return answers.encoder_of(opened, template, sequence)
 
 
-def _fix_of_run(opened: LoadedRun, fix: str) -> str:
+def _fix_of_run(opened: LoadedRun, error: DataError) -> str:
     """Return what replaces a fix that sets how records are read: a run has its own settings."""
-    if not fix.startswith(KIND_FIX) or "data.fields" in fix:
+    if not (isinstance(error, NoText) and error.is_conversation):
         key = opened.run.data.text_key
         return f"name files with one JSON object a line, whose text is in {key!r}"
     if chat_templates.of_folder(opened.workdir / chat_templates.HUB) is not None:
@@ -286,7 +285,7 @@ def open_loaders(
             if error.fix == writer.EMPTY_CHAT:
                 error.fix = f"--sequence={2 * sequence}    # if they are longer than a row"
             elif error.fix.startswith("--config."):
-                error.fix = _fix_of_run(opened, error.fix)
+                error.fix = _fix_of_run(opened, error)
             raise
     if names_no_data(opened):
         say("the text is Python's own library, as no data is named; --text=GLOB names other text")

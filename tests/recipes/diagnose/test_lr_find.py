@@ -153,3 +153,87 @@ def test_on_the_quickstart_it_finds_a_rate_within_three_of_the_best_of_a_grid(
     table = "  ".join(f"{rate}: {loss:.4f}" for rate, loss in ends.items())
     record_property("table", f"suggested {answer['suggested_lr']:.3g}; {table}")
     assert best / 3 <= answer["suggested_lr"] <= best * 3
+
+
+ANSWERS = {
+    "data.kind": "pairs",
+    "data.sequence": 48,
+    "data.validation": (),
+    "train.steps": 2,
+    "train.batch": 4,
+    "log.every": 1,
+    "objective.name": "preference",
+    "precision.compute": "float32",
+}
+TEXTS = ["--config.data.kind=text", "--config.objective.name=causal"]
+TEXTS += ["--config.data.train={folder}/*.txt"]
+LORA = "--config.tune.name=lora --config.tune.rank=2 --config.optim.weight_decay=0".split()
+
+
+@pytest.fixture(scope="module")
+def models(config, tmp_path_factory):
+    """A base, an adapter for it, and the config of a run on pairs."""
+    folder = tmp_path_factory.mktemp("models")
+    pairs = folder / "pairs.jsonl"
+    records = [
+        {"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n - 3}!"} for n in range(60)
+    ]
+    pairs.write_text("".join(json.dumps(each) + "\n" for each in records))
+    settings = ANSWERS | {"data.train": (str(pairs),)}
+    preference = harness.write_config(folder, settings)
+    few = [
+        "--config.train.steps=2",
+        "--config.optim.lr=0.01",
+        f"--config.data.train={folder}/*.txt",
+    ]
+    harness.trained(config, folder / "base", *few)
+    harness.trained(config, folder / "other", *few, "--config.seed=1")
+    harness.trained(config, folder / "tuned", *few, *LORA, f"--init_from={folder}/base")
+    return folder, preference
+
+
+@pytest.mark.parametrize(
+    ("start", "flags"),
+    [
+        ("base", []),
+        pytest.param(
+            "base", ["--config.objective.reference={folder}/other"], marks=pytest.mark.slow
+        ),
+        pytest.param("base", LORA, marks=pytest.mark.slow),
+        ("tuned", [*LORA, "--config.objective.reference=adapter_off"]),
+        pytest.param("tuned", LORA, marks=pytest.mark.slow),
+        (None, []),
+        pytest.param("base", TEXTS, marks=pytest.mark.slow),
+    ],
+)
+def test_it_begins_with_the_weights_and_the_reference_of_a_run(
+    models, start, flags, tmp_path, capsys
+):
+    """The first two losses are those of `jaxlm train` at the same rate."""
+    folder, preference = models
+    words = [each.format(folder=folder) for each in flags]
+    if start is not None:
+        words.append(f"--init_from={folder / start}")
+    low = 1e-4
+    constant = ["--config.schedule.name=constant", "--config.schedule.warmup=0"]
+    constant.append(f"--config.optim.lr={low}")
+    run = harness.trained(preference, tmp_path / "run", *words, *constant)
+    expected = [each["loss_nats"] for each in harness.records(run) if each["split"] == "train"]
+    high = ["--high=1", f"--low={low}", "--steps=10"]
+    capsys.readouterr()
+    words = ["lr-find", f"--config={preference}", f"--out={tmp_path / 'found'}", *words, *high]
+    assert main(words) in (0, 1)
+    output = capsys.readouterr().out
+    assert ("the weights are random: data.kind=pairs" in output) == (start is None)
+    answer = json.loads((tmp_path / "found/lr-find.json").read_text())
+    losses = [point["loss_nats"] for point in answer["curve"]]
+    assert losses[:2] == pytest.approx(expected[:2], rel=2e-6)
+    assert losses[0] != losses[1]
+
+
+def test_rollouts_are_refused_before_data_is_read(config, tmp_path, capsys):
+    words = ["--config.objective.name=policy", "--config.data.kind=prompts", "--steps=10"]
+    words += ["--config.data.train=prompts.jsonl"]
+    code, answer = find(capsys, config, tmp_path / "found", *words)
+    assert code == 2
+    assert "draws no rollouts of the objective policy" in answer["error"]["what"]

@@ -1,5 +1,6 @@
 """`jaxlm generate` on an imported model: what it answers, and what it refuses."""
 
+import io
 import json
 import re
 import sys
@@ -51,6 +52,18 @@ def test_each_request_has_its_own_seed_and_reason(capsys, run):
     assert alone["samples"][0]["ids"] == answer["samples"][0]["ids"]
     values, expected = (each["samples"][0]["log_probabilities"] for each in (alone, answer))
     np.testing.assert_allclose(values, expected, atol=1e-4)
+
+
+def test_a_prompt_is_read_from_standard_input(capsys, run, monkeypatch):
+    def typed(content: bytes, *words):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        return call(capsys, run, *words, "--temperature=0")
+
+    code, answer = typed("def naïve\n".encode(), "--prompt=-", PROMPTS[0])
+    assert code == 0
+    assert [each["prompt"] for each in answer["samples"]] == ["def naïve\n", "def "]
+    code, answer = typed(b"fine \xff", "--prompt=-")
+    assert (code, answer["error"]["where"]) == (65, "--prompt=-, byte 5")
 
 
 @pytest.mark.slow
