@@ -22,9 +22,11 @@ def with_init_from(loaded: Loaded, args: Any, out: Output) -> Loaded:
     if args.init_from is None:
         return loaded
     from jaxlm.recipes.train.init_from import as_run, with_model_of
+    from jaxlm.recipes.use.load import check_run_ref
 
     workdir = Path(args.workdir) if args.workdir else None
     args.init_from = as_run(args.init_from, workdir, None, out.log)
+    check_run_ref(args.init_from, "--init_from")
     loaded, lines = with_model_of(loaded, args.init_from, workdir)
     for line in lines:
         out.log(line)

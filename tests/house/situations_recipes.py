@@ -129,6 +129,9 @@ SITUATIONS: dict[str, Situation] = {
     "answers of a model that writes none": Situation(
         "eval --workdir=runs/bert --verify=exact", BERT
     ),
+    "a plan from a step that is not there": Situation(
+        "plan --config=c.py --on=cpu --init_from=runs/a@999"
+    ),
     "lr-find into a file": Situation("lr-find --config=c.py --out=c.py/found --steps=20"),
     "lr-find that is not finite": Situation(
         "lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16",

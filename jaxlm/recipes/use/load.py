@@ -115,6 +115,25 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
       InputMissing: if there is no such run or step.
       DataError: if the step is damaged.
     """
+    workdir, step = _parsed(ref, flag)
+    run = read_config(workdir, flag)
+    verifier = verifier or Verifier(say=warn)
+    store = object_store.of_run(workdir, verifier=verifier)
+    before = "--step=" if flag == "--workdir" else typed(flag, f"{workdir}@")
+    chosen = verifier.decide(lambda: select_step(store, step, False, warn, before))
+    return InitSource(run, store, chosen)
+
+
+def check_run_ref(ref: str, flag: str) -> None:
+    """Raise as `open_run_ref` without such a run or step; files of the step are not verified."""
+    workdir, step = _parsed(ref, flag)
+    read_config(workdir, flag)
+    if step is not None:
+        committed_step(object_store.of_run(workdir), step, typed(flag, f"{workdir}@"))
+
+
+def _parsed(ref: str, flag: str) -> tuple[Path, int | None]:
+    """Return run and step of RUN[@STEP]. Raises CommandError if STEP is not a number."""
     workdir, text = split_ref(ref)
     if text is not None and not text.isdigit():
         raise CommandError(
@@ -123,13 +142,7 @@ def open_run_ref(ref: str, flag: str, warn: Log, verifier: Verifier | None = Non
             why=f"{text!r} follows the @, which separates the run and the step",
             fix=shlex.quote(typed(flag, str(workdir))),
         )
-    run = read_config(workdir, flag)
-    verifier = verifier or Verifier(say=warn)
-    store = object_store.of_run(workdir, verifier=verifier)
-    step = None if text is None else int(text)
-    before = "--step=" if flag == "--workdir" else typed(flag, f"{workdir}@")
-    chosen = verifier.decide(lambda: select_step(store, step, False, warn, before))
-    return InitSource(run, store, chosen)
+    return workdir, None if text is None else int(text)
 
 
 def typed(flag: str, value: str) -> str:
