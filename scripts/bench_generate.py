@@ -4,11 +4,11 @@
 
 Both sides take turns in one process, with the same weights. It needs torch and transformers (Python
 3.11: the `parity` extra). A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each.
-Both compile or warm up before they are timed.
+Both compile or warm up before they are timed. With w8a8 the linear layers of jaxlm have weights of
+8 bits and products of integers, as after `jaxlm quantize --scheme=w8a8`; all else is in bfloat16.
 """
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import jax
 import numpy as np
 import torch
 import transformers
@@ -35,6 +36,9 @@ from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.requests import Request
 from jaxlm.generate.rows import Sampling
+from jaxlm.models.build import Blueprint
+from jaxlm.tune import surgery
+from jaxlm.tune.config import Quantized
 
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
@@ -47,10 +51,17 @@ class Text(Bytes):
         self.table = [b"w "] * size
 
 
-def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
-    """The engine of `jaxlm generate`, with products of operands in `compute`."""
+def ours(folder: Path, kind: str, prompts: np.ndarray, count: int) -> Generate:
+    """The engine of `jaxlm generate`, with products of operands in `kind`, or of w8a8."""
+    compute: Float = "float32" if kind == "float32" else "bfloat16"
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint, params = opened(Folder(folder), precision)
+    if kind == "w8a8":
+        change = surgery.build(Quantized(base="w8a8"))
+        assert change is not None
+        key, plain = jax.random.key(0), blueprint
+        blueprint = Blueprint(plain.config, precision, surgery=change)
+        params = jax.jit(lambda base: surgery.adapted_params(plain, change, base, key))(params)
     settings = EngineSettings(rows=len(prompts), context=prompts.shape[1] + count)
     engine = Engine(blueprint, params, Text(blueprint.config.vocab), settings)
     greedy = Sampling(temperature=0.0)
@@ -78,10 +89,8 @@ def theirs(folder: Path, dtype: str, prompts: np.ndarray, count: int) -> Generat
     return run
 
 
-SIDES: dict[str, Callable[..., Generate]] = {
-    "jaxlm": ours,
-    "transformers": theirs,
-}
+# Arms of jaxlm, and the dtype of the arm of transformers that each is compared with.
+COMPARED = {"float32": "float32", "bfloat16": "bfloat16", "w8a8": "bfloat16"}
 
 
 def main() -> None:
@@ -108,11 +117,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-        arms = {
-            f"{name} {dtype}": make(folder, dtype, prompts, args.new)
-            for dtype in ("float32", "bfloat16")
-            for name, make in SIDES.items()
-        }
+        setup = prompts, args.new
+        arms = {f"jaxlm {kind}": ours(folder, kind, *setup) for kind in COMPARED}
+        others = dict.fromkeys(COMPARED.values())
+        arms |= {f"transformers {dtype}": theirs(folder, dtype, *setup) for dtype in others}
         texts = {name: run() for name, run in arms.items()}
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for turn in range(args.turns):
@@ -130,10 +138,8 @@ def answer(
 ) -> dict[str, Any]:
     """Median rates, speed ratios turn by turn, and the equal share of the texts."""
     rates: dict[str, Any] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
-    for name, dtype in itertools.product(SIDES, ("float32", "bfloat16")):
-        if name == "transformers":
-            continue
-        key, other = (f"{side} {dtype}" for side in (name, "transformers"))
+    for kind, dtype in COMPARED.items():
+        key, other = f"jaxlm {kind}", f"transformers {dtype}"
         by_turn = [b / a for a, b in zip(seconds[key], seconds[other], strict=True)]
         rates[f"times as fast, {key}"] = statistics.median(by_turn)
         rates[f"same ids, {key}"] = float((texts[key] == texts[other]).mean())

@@ -14,8 +14,11 @@ from jaxlm.parallel.peers import Peers
 CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
 
 
-class Interrupted(Exception):
-    """A stop was requested while the process only waited."""
+class Interrupted(BaseException):
+    """A stop was requested while the process only waited.
+
+    It may be raised anywhere, as KeyboardInterrupt, and is no error of the file that is read.
+    """
 
 
 class StopRequest:

@@ -3,10 +3,13 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 
 import pytest
 
-from jaxlm.training.signals import StopRequest
+from jaxlm.data import records
+from jaxlm.data.records import ReadBudget
+from jaxlm.training.signals import Interrupted, StopRequest
 
 
 class Signs:
@@ -113,3 +116,16 @@ def test_handlers_are_as_before_afterwards():
         assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in before} == before
     assert threading.active_count() == threads
+
+
+def test_a_stop_while_a_file_is_read_is_no_damage_of_the_file(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "two"}\n')
+
+    def stopped(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return time.sleep(5)
+
+    monkeypatch.setattr(records, "_document", stopped)
+    with StopRequest() as stop, pytest.raises(Interrupted), stop.waiting():
+        list(records.read(file, file.name, "text", Counter(), ReadBudget(1, 1000)))
