@@ -23,6 +23,9 @@ def size_of(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.fixture
 def live_bytes(monkeypatch):
     """The bytes of all arrays, when each part exists and nothing of it is deleted."""
@@ -42,8 +45,8 @@ def live_bytes(monkeypatch):
     "settings",
     [
         {"precision.compute": "bfloat16"},
-        {"precision.compute": "float32", "model.tied": "true"},
-        QUANTIZED | {"tune.base": "nf4"},
+        pytest.param({"precision.compute": "float32", "model.tied": "true"}, marks=SLOW),
+        pytest.param(QUANTIZED | {"tune.base": "nf4"}, marks=SLOW),
         QUANTIZED | {"tune.base": "w8a8", "tune.block": "all"},
     ],
     ids=["bfloat16", "float32", "nf4", "w8a8"],
