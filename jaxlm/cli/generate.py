@@ -87,7 +87,10 @@ def _file(args: Any, name: str) -> str | None:
 
 
 def _prompts(typed: Sequence[str]) -> list[str]:
-    """Return the prompts, with the text of standard input in place of -. Raises DataError."""
+    """Return the prompts, with standard input in place of -, without its last line end.
+
+    Raises DataError if that is not UTF-8.
+    """
     if "-" not in typed:
         return [*typed] or [""]
     try:
@@ -99,7 +102,7 @@ def _prompts(typed: Sequence[str]) -> list[str]:
             why=f"0x{error.object[error.start]:02x}: {error.reason}",
             fix="convert it before: iconv -f latin1 -t utf-8",
         ) from None
-    return [read if each == "-" else each for each in typed]
+    return [read.removesuffix("\n") if each == "-" else each for each in typed]
 
 
 class _Stream:

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core import own, problems, sections
+from jaxlm.core import problems, sections, user_code
 from jaxlm.core.load import Loaded, from_json, load, loaded_json
 from jaxlm.core.problems import DEFAULT, Origin
 from jaxlm.core.sections import setting
@@ -177,7 +177,7 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
     if parent is not None and used is not None and name == sections.tag(used):
         doc = doc or f"arm of {section} in use"
         kind = f"one of {', '.join(sections.by_name(parent.arms))}"
-        kind += f", or {own.FORM}" if own.base_of(parent.arms) is not None else ""
+        kind += f", or {user_code.FORM}" if user_code.base_of(parent.arms) is not None else ""
     return Explanation(
         path=path,
         doc=doc,

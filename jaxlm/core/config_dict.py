@@ -9,7 +9,7 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict, FieldReference
 
-from jaxlm.core import own, problems, sections
+from jaxlm.core import problems, sections, user_code
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import Origin, caller, unknown_arm
 
@@ -93,7 +93,7 @@ class SchemaConfigDict(ConfigDict):
         if known is None:
             raise self._unknown(key, value, origin)
         if key == sections.tag(self._arm):
-            arm = own.find(self._arms, value)
+            arm = user_code.find(self._arms, value)
             if arm is None:
                 raise problems.error([unknown_arm(self._arms, self._path, value, origin)])
             if arm is not self._arm:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from jaxlm.core import own, shipped
+from jaxlm.core import shipped, user_code
 from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import Origin, short
@@ -60,7 +60,7 @@ def read_file(
     raw = _strict_json(path)
     if not isinstance(raw, dict):
         raise _not_resolved(path, short(path), f"it contains {type(raw).__name__}, not sections")
-    own.check_recorded(schema, raw, short(path))
+    user_code.check_recorded(schema, raw, short(path))
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import own, problems, sections, shipped
+from jaxlm.core import problems, sections, shipped, user_code
 from jaxlm.core.config_file import read_file
 from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import DEFAULT, Origin, Origins, Problem
@@ -283,7 +283,7 @@ def from_json(
     file, takes its default. Raises ConfigError if one is unknown, of another type or out of range,
     or the data names code of a user without its digest.
     """
-    own.check_recorded(schema, data, where)
+    user_code.check_recorded(schema, data, where)
     return loaded_json(schema, data, where, overrides).value
 
 
@@ -346,7 +346,7 @@ def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
         inside = _section(raw, section)
         before = sections.chosen(parent.arms, inside, parent.default)
         is_same = before is not None and sections.arm_name(before) == text
-        arm = before if is_same else own.find(parent.arms, text)
+        arm = before if is_same else user_code.find(parent.arms, text)
         if arm is None:
             return problems.unknown_arm(parent.arms, section, text, origin)
         if not is_same:

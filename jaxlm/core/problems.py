@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.core import own, sections, shipped
+from jaxlm.core import sections, shipped, user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import SYNONYMS, distance, has_same_numbers, nearest_word, notations
 from jaxlm.core.quoting import without_secret
@@ -343,6 +343,6 @@ def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -
     method = getattr(arms[0], "METHODS", {}).get(str(value).lower().replace("-", "_"))
     fix = method or (flag(label, meant) if meant in names else explain(label))
     why = f"it must be one of {', '.join(names)}"
-    if own.base_of(arms) is not None:
-        why += f", or {own.FORM}"
+    if user_code.base_of(arms) is not None:
+        why += f", or {user_code.FORM}"
     return _not_allowed(label, value, why, origin, fix)

@@ -54,7 +54,7 @@ def setting(
         `derived()` yields (field, value, reason); an override of that setting recomputes the value.
       formerly: name of the setting in the last release, which is still read; with it, if values
         changed too, a mapping of former to current values.
-      names_code: an entry may be `FILE.py:FUNCTION`, see `own.function`.
+      names_code: an entry may be `FILE.py:FUNCTION`, see `user_code.function`.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
     old_name, values = (formerly, {}) if isinstance(formerly, str) else formerly
@@ -189,10 +189,10 @@ def chosen(sections: tuple[type, ...], raw: Any, default: Any) -> type | None:
     label = tag(sections[0])
     if label is None or not isinstance(raw, dict) or label not in raw:
         return type(default)
-    from jaxlm.core import own  # its module is built on this one
+    from jaxlm.core import user_code  # its module is built on this one
 
     recorded = raw.get("source")
-    return own.find(sections, raw[label], recorded if isinstance(recorded, str) else "")
+    return user_code.find(sections, raw[label], recorded if isinstance(recorded, str) else "")
 
 
 def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> dict[str, Setting]:

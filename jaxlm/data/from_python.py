@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core import disk, own
+from jaxlm.core import disk, user_code
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import cache, manifest, tokenizer_file, writer
 from jaxlm.data.chat_encoder import Encoded
@@ -91,18 +91,18 @@ def resolved(config: DataConfig) -> DataConfig:
     entries: dict[str, Any] = {
         name: tuple(_resolved(entry, f"data.{name}", config) for entry in setting)
         for name, setting in settings.items()
-        if any(map(own.names_function, setting))
+        if any(map(user_code.names_function, setting))
     }
     return dataclasses.replace(config, **entries) if entries else config
 
 
 def _resolved(entry: str, setting: str, config: DataConfig) -> str:
-    if not own.names_function(entry):
+    if not user_code.names_function(entry):
         return entry
     source, equals, _ = entry.rpartition("=")
     name = f"{entry.rpartition(':')[2]}()"
-    with own.failures_named(entry, setting):
-        stored = _stored(own.function(entry, setting), name, config, "return ")
+    with user_code.failures_named(entry, setting):
+        stored = _stored(user_code.function(entry, setting), name, config, "return ")
     return f"{source}{equals}{stored}"
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.objectives import config, objective
 from jaxlm.objectives.config import LossConfig
@@ -27,7 +27,7 @@ def build(
       >>> build(Causal(), LossConfig()).settings.name
       'causal'
     """
-    if own.source_of(settings) is not None:
+    if user_code.source_of(settings) is not None:
         return _own(settings, loss, architecture)
     if isinstance(settings, config.Mixture):
         members = tuple(build(part, loss, architecture) for part, _ in settings.parts)

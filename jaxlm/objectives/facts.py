@@ -8,7 +8,7 @@ Example:
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from jaxlm.core.own import Interface
+from jaxlm.core.user_code import Interface
 
 if TYPE_CHECKING:
     from jaxlm.objectives.config import MTP

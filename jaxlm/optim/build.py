@@ -18,7 +18,7 @@ import optax
 from jax import Array
 from optax import GradientTransformation
 
-from jaxlm.core import own, tree
+from jaxlm.core import tree, user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim import config as settings
 from jaxlm.optim import groups, rounding, schedule_free
@@ -171,7 +171,7 @@ def _scaling(config: Directed, axes: Any) -> GradientTransformation:
     bias, here as in Optax it is corrected before the maximum); Chen et al. 2023, arXiv:2302.06675,
     algorithm 2 (lion).
     """
-    if own.source_of(config) is not None:
+    if user_code.source_of(config) is not None:
         return _own_direction(config, axes)
     match config:
         case settings.Sgd():

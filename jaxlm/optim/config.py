@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.core.own import Interface
+from jaxlm.core.user_code import Interface
 from jaxlm.optim import moments
 from jaxlm.optim.moments import ONE_DEVICE, Shape, StateArray
 from jaxlm.parallel.logical import LogicalAxes, Sizes

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import batch_schedule as paces
-from jaxlm.core import config, own
+from jaxlm.core import config, user_code
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
 from jaxlm.core.errors import ConfigError
@@ -167,7 +167,7 @@ class Run:
                 f"{', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest_word(followed, sets) or 'auto'}",
             )
-        is_own = own.source_of(self.objective) is not None
+        is_own = user_code.source_of(self.objective) is not None
         if is_own and not self.objective.keeps_rows and self.data.workers:
             yield (
                 "data.workers",
@@ -405,7 +405,7 @@ class Run:
         Raises ConfigError if a family of a user builds no decoder.
         """
         built = dataclasses.replace(self.model, vocab=vocab).build()
-        if own.source_of(self.model) is not None and not isinstance(built, DecoderConfig):
+        if user_code.source_of(self.model) is not None and not isinstance(built, DecoderConfig):
             raise ConfigError(
                 f"build() of {type(self.model).__name__} returns no model",
                 where=f"model.family = {self.model.family}",

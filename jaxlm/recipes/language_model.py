@@ -32,7 +32,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import export_model
 from jaxlm.recipes.exchange.import_model import COMPANION_FILES, ImportOptions, import_model
 from jaxlm.recipes.use import adapter as adapters
-from jaxlm.recipes.use import drafts, evaluate, fresh, generate, inspection
+from jaxlm.recipes.use import drafts, evaluate, generate, inspection, untrained
 from jaxlm.recipes.use.inspection import Inspection
 from jaxlm.recipes.use.load import (
     LoadedRun,
@@ -285,7 +285,7 @@ def load(
       `say`: receives log lines; None for none.
     """
     ref, say = os.fspath(source), say or _silent
-    if not Path(ref).exists() and (size := fresh.size_named(ref)):
+    if not Path(ref).exists() and (size := untrained.size_named(ref)):
         if step is not None or best or weights != "raw" or adapter is not None:
             raise ConfigError(
                 "an untrained model has no steps, averages or adapters",
@@ -293,7 +293,7 @@ def load(
                 why=f"{size} is a published size, whose parameters are random",
                 fix=f"jaxlm.load({ref!r})",
             )
-        return LanguageModel(fresh.fresh_run(size, seed, cpu_devices))
+        return LanguageModel(untrained.fresh_run(size, seed, cpu_devices))
     if is_model_of_another_library(ref):
         workdir = _imported(ref, cpu_devices, say)
     else:

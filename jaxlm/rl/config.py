@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
 
@@ -124,7 +124,7 @@ class RLConfig:
             yield "tool", why, "--config.rl.tool=calculator"
         elif match is not None and match[1] not in dict(self.recorded_files):
             try:
-                own.named_file(match[1], self.tool)
+                user_code.named_file(match[1], self.tool)
             except ConfigError as error:
                 yield "tool", f"{error.what}: {error.why}", error.fix
 
@@ -149,7 +149,7 @@ class RLConfig:
         if match is not None:
             try:
                 name = match[1]
-                digest = recorded.get(name) or own.named_file(name, "rl.tool").digest
+                digest = recorded.get(name) or user_code.named_file(name, "rl.tool").digest
             except ConfigError:  # which `problems` reports
                 return
             sources = (f"{name}={digest}",)

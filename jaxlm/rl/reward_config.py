@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
@@ -114,7 +114,7 @@ class RewardConfig:
         recorded, sources = dict(self.recorded_files), []
         with contextlib.suppress(ValueError, ConfigError):  # which `problems` reports
             for name in dict.fromkeys(each.name for each in self.terms if each.is_file):
-                digest = recorded.get(name) or own.named_file(name, "reward.functions").digest
+                digest = recorded.get(name) or user_code.named_file(name, "reward.functions").digest
                 sources.append(f"{name}={digest}")
         if tuple(sources) != self.sources:
             yield "sources", tuple(sources), "digests of the files of reward.functions"
@@ -133,7 +133,7 @@ class RewardConfig:
                 pass
             elif each.is_file:
                 try:
-                    own.named_file(each.name, text)
+                    user_code.named_file(each.name, text)
                 except ConfigError as error:
                     yield "functions", f"{error.what}: {error.why}", error.fix
             elif each.name not in NAMES:

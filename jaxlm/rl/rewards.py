@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.errors import DataError
 from jaxlm.core.quoting import safe
 from jaxlm.rl import programs, verifiers
@@ -84,13 +84,13 @@ class Rewards:
         """End the processes."""
         self._stack.close()
 
-    def _files(self) -> dict[str, tuple[own.Source, list[str]]]:
+    def _files(self) -> dict[str, tuple[user_code.Source, list[str]]]:
         """Return each file of functions, as the config records it, with the functions called."""
         files = {}
         for name, digest in self._settings.recorded_files:
             where = f"reward.sources = {name}={digest}"
             functions = [each.argument for each in self._terms if each.name == name]
-            files[name] = (own.recorded_file(name, digest, where), functions)
+            files[name] = (user_code.recorded_file(name, digest, where), functions)
         return files
 
     def begin(self, sample: Sample) -> Callable[[], Verdict]:

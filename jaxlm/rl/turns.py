@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import Int
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.chat import ChatTemplate, Renderer, RenderRequest
 from jaxlm.data.control_tokens import CLOSES, OPENS, ControlTokens
@@ -91,7 +91,7 @@ class Turns(contextlib.ExitStack):
 
     def __enter__(self) -> Self:
         for name, digest in self._settings.recorded_files:
-            source = own.recorded_file(name, digest, f"rl.tool_sources = {name}={digest}")
+            source = user_code.recorded_file(name, digest, f"rl.tool_sources = {name}={digest}")
             function = self._settings.tool.rpartition(":")[2]
             limits = self._limits.seconds, self._limits.bytes
             self._worker = Worker({name: (source, [function])}, *limits)

@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.nearest import nearest_word
-from jaxlm.core.own import Source
+from jaxlm.core.user_code import Source
 from jaxlm.rl.verifiers import Unscorable
 
 PROGRAM = Path(__file__).with_name("worker.py")

@@ -18,7 +18,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Bytes, Tokenizer
 from jaxlm.evals import samples
-from jaxlm.evals.tasks import answers, config, items, made, packing, requests, results
+from jaxlm.evals.tasks import answers, config, items, packing, requests, results, synthetic
 from jaxlm.evals.tasks.requests import Examples, Prompter, ScoringRequest
 from jaxlm.generate.sampler import Continuation
 
@@ -418,12 +418,12 @@ def solved(name, question):
     return {"(": ")", "[": "]", "{": "}"}[question[-1]]
 
 
-@pytest.mark.parametrize("name", [name for name in made.MADE if name != "functions"])
+@pytest.mark.parametrize("name", [name for name in synthetic.TASKS if name != "functions"])
 def test_a_made_task_has_the_right_answers_and_the_same_items_each_time(name):
     task = config.read(Path(f"made:{name}"))
     every = items.read(task, task.file)
-    assert len(every) == made.ITEMS
-    assert list(made.records(name)) == list(made.records(name))
+    assert len(every) == synthetic.ITEMS
+    assert list(synthetic.records(name)) == list(synthetic.records(name))
     assert all(item.gold == solved(name, item.record["q"]) for item in every)
     assert len({item.subset for item in every}) > 2
 

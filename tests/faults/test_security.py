@@ -35,11 +35,11 @@ BANNED_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "torch.load"}
 # Python programs that the user names: a config, and the file of an own objective, optimizer or
 # family. What a run directory records is run only from the user's own copy
-# (tests/recipes/test_own_parts.py).
+# (tests/recipes/test_user_code.py).
 PROGRAMS = [
     ("core/config_file.py", "spec.loader.exec_module"),
-    ("core/own.py", "exec"),
-    ("core/own.py", "compile"),
+    ("core/user_code.py", "exec"),
+    ("core/user_code.py", "compile"),
     # answers of models and their tests, with --allow_code, in a limited process
     *[
         ("evals/code_program.py", name)

@@ -330,7 +330,7 @@ ELSEWHERE: dict[str, str] = {
     "test_scale.py::test_too_few_runs_are_refused_with_lines_that_make_the_missing_ones",
     "recipes/language_model.py:_check_trained:1": "tests/recipes/"
     "test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
-    "recipes/use/fresh.py:fresh_run:1": "tests/recipes/"
+    "recipes/use/untrained.py:fresh_run:1": "tests/recipes/"
     "test_language_model.py::test_what_an_untrained_model_lacks_is_an_error_with_a_fix",
     "recipes/language_model.py:load:1": "tests/recipes/"
     "test_language_model.py::test_what_is_wrong_is_an_error_with_a_fix",

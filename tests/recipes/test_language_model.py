@@ -23,7 +23,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError, InputMissing, OutOfMemory
 from jaxlm.models.families.union import SIZES
 from jaxlm.recipes.plan import oom
-from jaxlm.recipes.use.fresh import Untrained
+from jaxlm.recipes.use.untrained import Untrained
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -267,7 +267,7 @@ def test_the_programs_of_the_page_are_python_with_names_that_exist():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.fresh.Untrained")
+@pytest.mark.filterwarnings("ignore::jaxlm.recipes.use.untrained.Untrained")
 @pytest.mark.parametrize("part", [1, 2, 3, 4])
 def test_the_programs_of_the_page_run_in_order(part, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

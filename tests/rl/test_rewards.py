@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.core import config, own
+from jaxlm.core import config, user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.evals import code
 from jaxlm.recipes.config import Run
@@ -128,7 +128,7 @@ def test_functions_receive_the_sample_and_their_values_are_in_order(scorer):
 def worker(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text(FUNCTIONS)
-    files = {"rewards.py": (own.Source(path, path.read_bytes()), ["odd"])}
+    files = {"rewards.py": (user_code.Source(path, path.read_bytes()), ["odd"])}
     worker = Worker(files, 1.0, 2**29)
     yield worker
     worker.stop()
@@ -273,7 +273,7 @@ def test_a_config_runs_the_file_that_it_records_and_only_if_it_ran_here_before(f
     run = config.load(Run, None, [("reward.functions", "rewards.py:shape")]).value
     saved = config.to_json(run)
     assert re.fullmatch(r"rewards\.py=[0-9a-f]{16}", saved["reward"]["sources"][0])
-    own.keep(run, folder)
+    user_code.keep(run, folder)
     (copy,) = (folder / "own").iterdir()
     assert copy.read_text() == FUNCTIONS
     (folder / "rewards.py").write_text("def shape(completion):\n    return 100\n")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.core import own
+from jaxlm.core import user_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import chat_templates
 from jaxlm.data.chat import ChatTemplate
@@ -45,7 +45,7 @@ def turns_of(tmp_path, tool="calculator", template=None, longest=100, **settings
         path = tmp_path / "tools.py"
         path.write_text(TOOLS)
         tool = f"{path}:tool"
-        sources = (f"{path}={own.named_file(str(path), 'rl.tool').digest}",)
+        sources = (f"{path}={user_code.named_file(str(path), 'rl.tool').digest}",)
     chosen = {"turns": 3, "tool": tool, "tool_sources": sources} | settings
     limits = RewardConfig(seconds=1.0)
     return Turns(RLConfig(**chosen), limits, TOKENIZER, template, longest)

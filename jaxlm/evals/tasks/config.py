@@ -20,7 +20,7 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing, not_installe
 from jaxlm.core.nearest import nearest_word
 from jaxlm.corpus.filters.linear import LinearClassifier
 from jaxlm.evals.metrics import METRICS, needs_sacrebleu
-from jaxlm.evals.tasks import lm_eval_yaml, made
+from jaxlm.evals.tasks import lm_eval_yaml, synthetic
 
 Form = Literal["cloze", "letters"]
 TEMPLATES = ("id", "group", "subset")  # of every kind
@@ -168,8 +168,8 @@ class Task:
     @property
     def made(self) -> str | None:
         """Name of the program that makes the items; None for items of a file."""
-        is_made = self.items.startswith(made.PREFIX)
-        return self.items.removeprefix(made.PREFIX) if is_made else None
+        is_synthetic = self.items.startswith(synthetic.PREFIX)
+        return self.items.removeprefix(synthetic.PREFIX) if is_synthetic else None
 
     def classifier(self) -> tuple[LinearClassifier, int] | None:
         """Return the classifier of the answers and the index of its label; None without one.
@@ -202,18 +202,18 @@ def read(path: Path, flag: str = "--tasks") -> Task:
     `made:NAME` is a task whose items a program makes.
 
     Raises InputMissing if there is no such file or a package is missing, ConfigError if there is no
-    such made task, DataError if the file is no valid task.
+    such synthetic task, DataError if the file is no valid task.
     """
-    if (text := str(path)).startswith(made.PREFIX):
-        name = text.removeprefix(made.PREFIX)
-        if name in made.MADE:
-            return parsed(made.definition(name), path)
-        meant = nearest_word(name, list(made.MADE))
+    if (text := str(path)).startswith(synthetic.PREFIX):
+        name = text.removeprefix(synthetic.PREFIX)
+        if name in synthetic.TASKS:
+            return parsed(synthetic.definition(name), path)
+        meant = nearest_word(name, list(synthetic.TASKS)) or next(iter(synthetic.TASKS))
         raise ConfigError(
-            f"no made task has the name {name!r}",
+            f"no synthetic task has the name {name!r}",
             where=f"{flag}={path}",
-            why=f"they are {', '.join(made.MADE)}",
-            fix=f"correct the name, for example {made.PREFIX}{meant or next(iter(made.MADE))}",
+            why=f"they are {', '.join(synthetic.TASKS)}",
+            fix=f"correct the name, for example {synthetic.PREFIX}{meant}",
         )
     if not path.is_file():
         raise InputMissing(

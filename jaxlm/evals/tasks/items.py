@@ -25,7 +25,7 @@ from jaxlm.core.nearest import nearest_word
 from jaxlm.data import formats
 from jaxlm.data.formats import ReadOptions, RecordFault
 from jaxlm.data.sandbox import SandboxProcess
-from jaxlm.evals.tasks import made
+from jaxlm.evals.tasks import synthetic
 from jaxlm.evals.tasks.config import LETTERS, Answer, Choice, Pair, Prompted, Task
 
 MAX_BYTES = 2**20  # of the texts of an item
@@ -160,7 +160,7 @@ def checked(task: Task, file: Path, setting: str = "items") -> Iterator[Item | D
             fix=f"find . -name '*{file.suffix}'",
         )
     with SandboxProcess({"templates": task.templates()}) as sandbox:
-        records = _records(file) if program is None else made.records(program)
+        records = _records(file) if program is None else synthetic.records(program)
         for batch in _batches(records):
             texts = sandbox.request([record for _, record in batch])
             if isinstance(texts, dict):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.core.nearest import nearest_divisors
-from jaxlm.core.own import Interface
+from jaxlm.core.user_code import Interface
 from jaxlm.models.config import DecoderConfig
 from jaxlm.models.families import hub, setting_docs
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub

@@ -14,7 +14,7 @@ from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import conversations
 from jaxlm.data.conversations import Rejected
 from jaxlm.recipes.collect.prompts import CollectPrompt
-from jaxlm.recipes.use.asked_model import ComparingModel, YesNoModel
+from jaxlm.recipes.use.llm_judge import ComparingModel, YesNoModel
 from jaxlm.recipes.use.reward_model import RewardModel
 from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.rl.rewards import Rewards, Sample

@@ -13,7 +13,7 @@ from jaxlm.recipes.collect import judges
 from jaxlm.recipes.collect.prompts import CollectPrompt
 from jaxlm.recipes.collect.run import CollectSettings, collect
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.asked_model import ComparingModel, Preferred
+from jaxlm.recipes.use.llm_judge import ComparingModel, Preferred
 
 FLAG = "--against"
 COMPARE = "compare:"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxlm.core import config, own
+from jaxlm.core import config, user_code
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.core.sections import show
@@ -232,7 +232,7 @@ def check_same(member: SweepRun, workdir: Path, ignored: tuple[str, ...] = ()) -
         # Data of a function is compared when the run starts: its result is recorded.
         and (
             each.path not in ("data.train", "data.validation")
-            or not any(map(own.names_function, each.new))
+            or not any(map(user_code.names_function, each.new))
         )
     ]
     if changes := [each for each in changes if not each.path.startswith(ignored)]:

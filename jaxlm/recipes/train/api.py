@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
-from jaxlm.core import own, own_cell, sections
+from jaxlm.core import notebook_code, sections, user_code
 from jaxlm.core.callbacks import Callback
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
@@ -209,13 +209,13 @@ def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
     changed = []
     for name, known in sections.fields(Run).items():
         section = getattr(run, name)
-        source = own.source_of(section)
+        source = user_code.source_of(section)
         if source is None:
             continue
         try:
-            arm = own.find(known.arms, sections.arm_name(type(section)))
+            arm = user_code.find(known.arms, sections.arm_name(type(section)))
         except ConfigError as error:
-            copy = workdir / own.FOLDER / own.copy_name(section)
+            copy = workdir / user_code.FOLDER / user_code.copy_name(section)
             if not copy.is_file():
                 raise
             place = sections.arm_name(type(section)).rpartition(":")[0]
@@ -226,9 +226,9 @@ def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
             del raw[name]["source"]
             changed.append(f"{name}.source")
     for place, digest in run.reward.recorded_files:
-        copy = workdir / own.FOLDER / own.name_of_copy(place, digest)
+        copy = workdir / user_code.FOLDER / user_code.name_of_copy(place, digest)
         try:
-            is_same = own.named_file(place, "reward.functions").digest == digest
+            is_same = user_code.named_file(place, "reward.functions").digest == digest
         except ConfigError as error:
             if not copy.is_file():
                 raise
@@ -289,7 +289,7 @@ def _with_data(
 def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
     if isinstance(config, Mapping):  # read like flags on top of the defaults
         settings = {**_flat(config), **settings}
-    texts = {k: own_cell.named(v) if isinstance(v, type) else v for k, v in settings.items()}
+    texts = {k: notebook_code.named(v) if isinstance(v, type) else v for k, v in settings.items()}
     overrides = [(path, show(value)) for path, value in texts.items()]
     if isinstance(config, Loaded):
         return config

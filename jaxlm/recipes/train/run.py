@@ -35,7 +35,7 @@ from jax.sharding import Mesh
 
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import StoreWriter
-from jaxlm.core import config, own
+from jaxlm.core import config, user_code
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded
 from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
@@ -522,7 +522,7 @@ def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedMod
     )
     resume.append_start(directory, start)
     directory.write_json("config.json", settings)
-    own.keep(loaded.value, directory.path)
+    user_code.keep(loaded.value, directory.path)
     provenance = {name: str(origin) for name, origin in loaded.provenance.items()}
     directory.write_json("provenance.json", provenance)
     kernels = attention_kernels.describe_kernels(

@@ -61,7 +61,7 @@ def test_a_prompt_is_read_from_standard_input(capsys, run, monkeypatch):
 
     code, answer = typed("def naïve\n".encode(), "--prompt=-", PROMPTS[0])
     assert code == 0
-    assert [each["prompt"] for each in answer["samples"]] == ["def naïve\n", "def "]
+    assert [each["prompt"] for each in answer["samples"]] == ["def naïve", "def "]
     code, answer = typed(b"fine \xff", "--prompt=-")
     assert (code, answer["error"]["where"]) == (65, "--prompt=-, byte 5")
 

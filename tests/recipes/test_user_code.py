@@ -16,7 +16,7 @@ import jaxlm
 from jaxlm.cli.docs import page
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.core import own_cell
+from jaxlm.core import notebook_code
 from jaxlm.core.errors import ConfigError
 from jaxlm.recipes.config import Run
 from tests.faults import harness
@@ -247,9 +247,9 @@ def test_a_class_of_a_module_is_named_by_its_file_and_one_without_source_is_refu
     mine.__file__ = str(folder / "mine.py")
     monkeypatch.setitem(sys.modules, "mine", mine)
     exec(MINE, mine.__dict__)
-    assert own_cell.named(mine.Focal) == "mine.py:Focal"
-    assert own_cell.named(Run) == "jaxlm.recipes.config:Run"
+    assert notebook_code.named(mine.Focal) == "mine.py:Focal"
+    assert notebook_code.named(Run) == "jaxlm.recipes.config:Run"
     lost = dataclasses.make_dataclass("Lost", [])
     lost.__module__ = "__main__"
     with pytest.raises(ConfigError, match="source of Lost is not known"):
-        own_cell.named(lost)
+        notebook_code.named(lost)

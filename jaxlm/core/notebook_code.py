@@ -1,4 +1,4 @@
-"""Classes of a notebook or of a module as parts of a run: their names, which `core.own` reads.
+"""Classes of a notebook or module as parts of a run: their names, which `core.user_code` reads.
 
 A part is read again by other processes and later commands, so its code must be a file. A class of a
 cell, or of the script that runs, gets one: the imports, classes, functions and constants of its

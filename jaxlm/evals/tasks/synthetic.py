@@ -1,10 +1,10 @@
-"""Tasks whose items are made by a program: no file is needed, and every right answer is known.
+"""Synthetic tasks, whose items a program makes: no file is needed, and every right answer is known.
 
 The functions of `made:functions` are those of the Python that runs the program; all other items are
 the same everywhere.
 
 Example:
-  >>> record = MADE["sums"].record(random.Random(0))
+  >>> record = TASKS["sums"].record(random.Random(0))
   >>> record["q"], record["a"], record["digits"]
   ('63 + 15', '78', 2)
 """
@@ -164,7 +164,7 @@ def _function(draw: random.Random) -> dict[str, Any]:
     return {"q": right.head, "a": bodies.index(right.body), "bodies": bodies, "lines": size}
 
 
-MADE = {
+TASKS = {
     "sums": Made(ANSWER.replace("SUBSET", "digits"), _sum),
     "copy": Made(ANSWER.replace("SUBSET", "words"), _copy),
     "sort": Made(ANSWER.replace("SUBSET", "words"), _sort),
@@ -176,15 +176,15 @@ MADE = {
 
 
 def definition(name: str) -> str:
-    """Return the text of a made task as a task file."""
-    return f'name = "made-{name}"\nitems = "{PREFIX}{name}"\n{MADE[name].text}'
+    """Return the text of a synthetic task as a task file."""
+    return f'name = "made-{name}"\nitems = "{PREFIX}{name}"\n{TASKS[name].text}'
 
 
 def records(name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the fields of each record; no question is repeated."""
-    draw, seen, count = random.Random(name), set[str](), MADE[name].items()
+    draw, seen, count = random.Random(name), set[str](), TASKS[name].items()
     while len(seen) < count:
-        record = MADE[name].record(draw)
+        record = TASKS[name].record(draw)
         if record["q"] not in seen:
             seen.add(record["q"])
             yield len(seen), record
