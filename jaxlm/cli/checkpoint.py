@@ -1,4 +1,4 @@
-"""List, inspect, compare and verify the checkpoints of a run, without modifying them.
+"""List, inspect, diff and verify the checkpoints of a run, without modifying them.
 
 jaxlm checkpoint list --workdir=RUN                       steps, and the steps in quarantine
 jaxlm checkpoint inspect --workdir=RUN [--step=N]         record of a step, layout of each array

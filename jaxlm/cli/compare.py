@@ -80,6 +80,8 @@ def show(
     for axis in compared.tables:
         head, rows = page.curve_rows(compared, axis)
         lines += ["", *columns([head, *rows], "<")]
+    if any(page.INTERPOLATED in line for line in lines):
+        lines += [f"{page.INTERPOLATED} is interpolated between two evaluations"]
     runs = [page.run_row(name, each) for name, each in compared.runs.items()]
     lines += ["", *columns([page.RUN_HEAD, *runs], "<<")]
     lines += ["", *(f"note: {note}" for note in compared.notes), f"page  {written}"]

@@ -154,6 +154,7 @@ def _pattern(text: str) -> str:
 
 def _parameters(text: str) -> float:
     """Return a number of parameters. Raises CommandError."""
+    text = text.replace("K", "k")
     scale = UNITS.get(text[-1:], 1.0)
     try:
         value = float(text[:-1] if text[-1:] in UNITS else text) * scale

@@ -36,7 +36,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.diagnose.lr_find import LrFindOptions, lr_find
 
     flags = selection(args, "low", "high", "steps", "init_from", "cpu_devices")
-    answer = lr_find(loaded.value, LrFindOptions(out=Path(args.out), **flags), out.log)
+    answer = lr_find(loaded, LrFindOptions(out=Path(args.out), **flags), out.log)
     return out.result(answer, _text(answer), 0 if answer["flags"] else 1)
 
 

@@ -52,7 +52,7 @@ GROUPS = {  # group: verb: module of jaxlm.cli, help
         "quantize": ("quantize", "quantize the weights into a new run, and measure the change"),
         "prune": ("prune", "remove layers into a new run, and measure the value of each layer"),
         "report": ("report", "draw the plots and write report.html again"),
-        "checkpoint": ("checkpoint", "list, inspect, compare and verify checkpoints"),
+        "checkpoint": ("checkpoint", "list, inspect, diff and verify checkpoints"),
         "replay": ("replay", "replay one step and show its data"),
     },
     "Prepare": {

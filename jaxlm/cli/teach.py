@@ -38,11 +38,13 @@ def run(args: Any, out: Output) -> int:
     )
     answer = teach(loaded.value, options, out.log)
     size = formatting.size(answer["bytes"])
-    flags = [
-        "--config.objective.name=distill",
-        f"--config.objective.stored={answer['out']}",
-        f"--config.objective.temperature={answer['temperature']:g}",
-    ]
+    settings = {path: text for path, text in args.overrides if not path.startswith("objective.")}
+    settings |= {
+        "objective.name": "distill",
+        "objective.stored": answer["out"],
+        "objective.temperature": f"{answer['temperature']:g}",
+    }
+    flags = [f"--config.{path}={text}" for path, text in settings.items()]
     lines = [
         f"{answer['out']}: the {answer['top']} likeliest ids behind {answer['tokens']:,} tokens, "
         f"{size}, {answer['bytes_per_token']} bytes a token",

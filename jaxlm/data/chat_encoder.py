@@ -29,7 +29,7 @@ from jaxlm.data.prompts import Prompt
 from jaxlm.data.records import Document, not_a_conversation
 from jaxlm.data.tokenizer import Tokenizer
 
-VERSION = 3  # of ids and weights; cached tokens of another version are made again
+VERSION = 4  # of ids and weights; cached tokens of another version are made again
 MIN_PROMPT = 2  # ids, as of every document
 
 Overlong = Literal["drop", "left", "error"]

@@ -1,5 +1,6 @@
 """Conversations of records: messages for a chat template, and the weight of each turn."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -280,9 +281,27 @@ def _message(turn: Any, number: int) -> Message:
         raise Rejected(OTHER_FORM, why)
     # Rows of Parquet have every field of the schema, None where a turn has none.
     further = {k: v for k, v in turn.items() if k not in OWN_KEYS and v is not None}
+    if isinstance(calls := further.get("tool_calls"), list):
+        further["tool_calls"] = [_with_parsed_arguments(each) for each in calls]
     message = {**further, "role": role, "content": content}
     _check_depth(message, f"turn {number}")
     return message
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, which templates print as JSON.
+
+    OpenAI's API has them as JSON text, which a template would quote once more.
+    """
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return call | {"function": _with_parsed_arguments(function)}
+    if isinstance(text := call.get("arguments"), str):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(parsed := json.loads(text), dict):
+                return call | {"arguments": parsed}
+    return call
 
 
 def _text_of(part: Any, number: int) -> str:

@@ -78,7 +78,7 @@ def test_quotes_and_backslashes_of_a_path_stay_as_they_are(texts, capsys):
 
 
 def test_the_memory_of_an_unknown_gpu_is_in_the_command(texts, capsys):
-    made(capsys, "--on=mygpu", "--memory=24GB", "--params=1M", "--out=sub/own.py")
+    made(capsys, "--on=mygpu", "--memory=24GB", "--params=1000K", "--out=sub/own.py")
     assert "--on=mygpu --memory=24GB" in (texts / "sub/own.py").read_text()
     assert main(["init", "--data=texts", "--out=sub/own.py"]) == 2
     assert "--out=sub/own-2.py" in capsys.readouterr().err

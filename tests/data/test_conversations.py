@@ -51,6 +51,19 @@ def test_messages_keep_what_a_template_may_read():
     assert conversation.tools == [{"name": "add"}]
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_arguments_of_a_tool_as_json_text_are_an_object(is_nested):
+    def message(arguments):
+        call = {"name": "add", "arguments": arguments}
+        calls = [{"id": "1", "function": call} if is_nested else call]
+        turn = {"role": "assistant", "content": None, "tool_calls": calls}
+        return read({"messages": [USER, turn]}).messages[1]
+
+    assert message('{"a": [1, "x"]}') == message({"a": [1, "x"]})
+    for text in ("[1]", "not JSON", "[" * 100_000):
+        assert message(text) == message(text) != message({})
+
+
 def test_sharegpt_and_messages_are_the_same_conversation():
     record = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     assert read(record) == read({"messages": PAIR})

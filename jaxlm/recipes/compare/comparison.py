@@ -29,6 +29,13 @@ SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses t
 COLUMNS = 5  # amounts of an axis in a table of losses
 
 
+class TableValue(NamedTuple):
+    """A loss or reward at an amount of an axis, and whether an evaluation had it there."""
+
+    value: float
+    is_measured: bool
+
+
 class CurvePoint(NamedTuple):
     """A loss in nats or a reward, and what was spent: steps, tokens and seconds in the steps."""
 
@@ -90,7 +97,7 @@ class Comparison:
     results: list[ComparedRun]
     curves: dict[str, list[CurvePoint]]
     training: dict[str, list[CurvePoint]]
-    tables: dict[str, tuple[list[float], dict[str, list[float | None]]]]
+    tables: dict[str, tuple[list[float], dict[str, list[TableValue | None]]]]
     notes: list[str]
     is_rewarded: bool = False
     tasks: "list[TaskComparison]" = dataclasses.field(default_factory=list)
@@ -284,24 +291,29 @@ def _doubt(values: Sequence[float], errors: Sequence[float]) -> tuple[float | No
 
 def _table(
     curves: Mapping[str, Sequence[CurvePoint]], axis: str
-) -> tuple[list[float], dict[str, list[float | None]]]:
-    """Return amounts of an axis, and each run's value at them; None outside of its curve."""
-    ends = [getattr(points[-1], axis) for points in curves.values() if points]
-    starts = [getattr(points[0], axis) for points in curves.values() if points]
-    first, last = min(starts, default=0.0), max(ends, default=0.0)
-    amounts = [first + (last - first) * part / COLUMNS for part in range(COLUMNS + 1)]
-    # The end of the shortest run, where all runs still have a value.
-    amounts = sorted({*amounts, *([min(ends)] if ends else [])})
+) -> tuple[list[float], dict[str, list[TableValue | None]]]:
+    """Return amounts of an axis, and each run's value at them; None outside of its curve.
+
+    The amounts are those of evaluations, about equally far apart. One is the end of the shortest
+    run, where all runs still have a value.
+    """
+    places = {name: [getattr(p, axis) for p in points] for name, points in curves.items()}
+    every = sorted({amount for known in places.values() for amount in known})
+    if not every:
+        return [], {name: [] for name in curves}
+    spaced = np.linspace(every[0], every[-1], COLUMNS + 1)
+    amounts = {min(every, key=lambda amount: abs(amount - each)) for each in spaced}
+    amounts |= {min(known[-1] for known in places.values() if known)}
     table = {}
     for name, points in curves.items():
-        known, values = [getattr(p, axis) for p in points], [p.value for p in points]
+        known, values = places[name], [p.value for p in points]
         table[name] = [
-            float(np.interp(amount, known, values))
+            TableValue(float(np.interp(amount, known, values)), amount in known)
             if known and known[0] <= amount <= known[-1] * (1 + 1e-9)
             else None
-            for amount in amounts
+            for amount in sorted(amounts)
         ]
-    return amounts, table
+    return sorted(amounts), table
 
 
 def _too_few(count: int) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 from jaxlm.monitor import formatting, report, sinks
 from jaxlm.monitor.charts import Chart, Series
-from jaxlm.recipes.compare.comparison import AXES, Comparison, brief
+from jaxlm.recipes.compare.comparison import AXES, Comparison, TableValue, brief
 from jaxlm.recipes.compare.summary import RunSummary
 
 RESULT_HEAD = ["result", "nats", "over the lowest", "bits per byte"]
 REWARDED_HEAD = ["result", "reward", "over the highest"]
 TASK_HEAD = ["task", "metric", "A", "B", "B - A", "p", "higher", "lower", "verdict"]
 SHOWN_ITEMS = 20
+INTERPOLATED = "~"  # before a value between two evaluations
 RUN_HEAD = ["run", "status", "step", "tokens/s"]
 AMOUNTS: dict[str, Callable[[float], str]] = {
     "steps": lambda amount: f"{amount:.0f}",
@@ -132,11 +133,19 @@ def _changed_items(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def curve_rows(comparison: Comparison, axis: str) -> tuple[list[str], Rows]:
-    """Return the head and the rows of each run's loss or reward at some amounts of an axis."""
+    """Return the head and the rows of each run's loss or reward at some amounts of an axis.
+
+    A value between two evaluations has INTERPOLATED before it.
+    """
     amounts, table = comparison.tables[axis]
     what = "reward" if comparison.is_rewarded else "nats"
     head = [f"{what} at {axis}", *map(AMOUNTS[axis], amounts)]
-    return head, [[name, *map(_figure, values)] for name, values in table.items()]
+    return head, [[name, *map(_at, values)] for name, values in table.items()]
+
+
+def _at(place: TableValue | None) -> str:
+    mark = INTERPOLATED if place is not None and not place.is_measured else ""
+    return mark + _figure(None if place is None else place.value)
 
 
 def run_row(name: str, run: RunSummary) -> list[str]:

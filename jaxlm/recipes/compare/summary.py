@@ -101,7 +101,8 @@ def read(path: Path) -> RunSummary:
     train = [each for each in records if each.get("split") == "train"]
     speeds = [each["tokens_per_second"] for each in train if each.get("tokens_per_second")]
     ranking = ranking_split(config, records)
-    scores = [loss for _, loss in values(records, ranking, "loss_nats")]
+    # Step 0, before the first update, ranks no checkpoint.
+    scores = [loss for step, loss in values(records, ranking, "loss_nats") if step]
     times = [each["time_unix"] for each in (*records[-1:], end) if each.get("time_unix")]
     steps = config.get("train", {}).get("steps")
     step = max((each["step"] for each in records), default=None)

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core.callbacks import Log
+from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.schedules import LearningRate
+from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.schedule_plot import make_folder
@@ -28,6 +30,7 @@ from jaxlm.recipes.train.init_from import RANDOM_WEIGHTS, check_tokenizer, find_
 from jaxlm.recipes.train.programs import TrainPrograms, check_has_rows
 from jaxlm.recipes.train.teacher import Teacher, find_teacher, load_teacher
 from jaxlm.recipes.use.load import InitSource, load_base
+from jaxlm.training import epochs
 from jaxlm.training.state import TrainState
 from jaxlm.tune.config import Full
 
@@ -62,16 +65,16 @@ class Point(NamedTuple):
     smoothed: float
 
 
-def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict[str, Any]:
+def lr_find(loaded: Loaded, options: LrFindOptions, say: Log = lambda _: None) -> dict[str, Any]:
     """Train at rising rates; suggest a third of the rate of lowest loss.
 
     `suggested_lr` is None if the loss does not fall. Step i of n has the rate
 
         low (high / low)^(i / (n - 1))
 
-    without warm-up or decay; batches, clipping and all else are the config's. The first weights are
-    those of a run that begins: of `init_from`, or random ones. A reference of preferences scores
-    the answers in each step. The guard ignores spikes. The test ends at the first loss or gradient
+    without warm-up or decay; batches, clipping and all else are those of a run that begins, and so
+    are the first weights: of `init_from`, or random ones. A reference of preferences scores the
+    answers in each step. The guard ignores spikes. The test ends at the first loss or gradient
     that is not finite, or if the loss, smoothed over the last steps, is 1.5 times its lowest.
     Writes only lr-find.json and lr-find.png.
 
@@ -84,6 +87,7 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     Source: Smith 2017, arXiv:1506.01186, section 3.3, where the rate grows linearly and the reader
     picks a rate from the accuracy.
     """
+    run: Run = loaded.value
     _check(options)
     check_has_rows(run)
     parts.check_names(run.data)
@@ -107,6 +111,8 @@ def lr_find(run: Run, options: LrFindOptions, say: Log = lambda _: None) -> dict
     data = setup.open_data(run, say=say, warn=say)
     if source is not None:
         check_tokenizer(source, data.tokenizer.digest)
+    run = _with_batch_of_epochs(run, loaded, data, rules.split(mesh, "batch"), say)
+    data.train.check_batch(run.pace)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
@@ -158,6 +164,17 @@ def growing(options: LrFindOptions) -> LearningRate:
     """Return the rate as a function of completed steps."""
     ratio = math.log(options.high / options.low) / (options.steps - 1)
     return lambda step: options.low * jnp.exp(jnp.asarray(step, jnp.float32) * ratio)
+
+
+def _with_batch_of_epochs(run: Run, loaded: Loaded, data: Data, ways: int, say: Log) -> Run:
+    """Return the run with the batch that `train.epochs` gives it on `ways` devices."""
+    rows, unit = data.train.plan.rows, ways * run.train.microbatches
+    typed = epochs.typed_names(loaded)
+    batch = epochs.fewer_steps(run.train, rows=rows, unit=unit, typed=typed).get("train.batch")
+    if batch in (None, run.train.batch):
+        return run
+    say(f"train.batch = {batch}, as in a run: the training set has {rows} rows")
+    return run.changed({"train.batch": batch})
 
 
 def _frozen_model(

@@ -256,7 +256,10 @@ def print_header(trainer: "Trainer", held_out: str = "") -> None:
         amount = f"{len(data.train.sources)} sources"
         sources = [*data.train.describe(run.pace, run.train.steps)]  # what each will have read
     else:
-        amount, sources = f"{data.train.epochs(run.rows):.3g} epochs", []
+        passes = data.train.epochs(run.rows)
+        if run.objective.samples_answers:  # a prompt has several rows, in each epoch of a rollout
+            passes = run.rows / (run.rl.samples * run.rl.epochs * train.documents)
+        amount, sources = f"{passes:.3g} epochs", []
     if train.figures and not run.objective.samples_answers:
         amount += f"; {train.trained / train.tokens:.1%} of the tokens are trained"
     facts = [

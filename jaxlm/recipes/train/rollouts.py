@@ -25,6 +25,7 @@ from jaxlm.data.batch import Rollout, Tokens
 from jaxlm.data.loader import Loader, with_values
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.data.prompts import ONE_PROMPT
+from jaxlm.monitor import sinks
 from jaxlm.objectives.config import Distill, Sampling
 from jaxlm.ops.advantage import is_dead
 from jaxlm.recipes import setup
@@ -165,7 +166,10 @@ class Rollouts(contextlib.ExitStack):
         self._wait()
         self._drawings = self._resumed(start, skips)
         self._dead = self._dead_before(start)
-        noted = min(self._drawings, default=None) if start % rl.steps else None
+        part = loaders.batch_number(start, skips) % rl.steps
+        noted = min(self._drawings, default=None) if part else None
+        if noted is not None and not self._is_logged(start - part + 1):
+            self._figures[start - part + 1] = self._drawings[noted].result().figures
         for step in itertools.count(start):
             number = loaders.batch_number(step, skips)
             rollout, part = divmod(number, rl.steps)
@@ -307,10 +311,20 @@ class Rollouts(contextlib.ExitStack):
         return Drawing(rows, lambda: stored[1][0] if stored else [], figures, is_dead)
 
     def take(self, step: int) -> dict[str, float]:
-        """Return the figures of the rollout that was drawn for a step; empty if none was."""
-        for earlier in [each for each in self._figures if each < step]:
-            del self._figures[earlier]
-        return self._figures.pop(step, {})
+        """Return the figures of the newest rollout, once; empty if none began since the last call.
+
+        A rollout is for several steps, which need not be those that are logged.
+        """
+        begun = [self._figures.pop(each) for each in sorted(self._figures) if each <= step]
+        return begun[-1] if begun else {}
+
+    def _is_logged(self, first: int) -> bool:
+        """Return whether a record has the figures of the rollout that is trained on from a step."""
+        records = sinks.read(self._context.directory.path / "metrics.jsonl")
+        return any(
+            each["step"] >= first and each.get("split") == "train" and "reward" in each
+            for each in records
+        )
 
     def evaluate(self, params: Any, loader: Loader, most: int | None) -> dict[str, Any]:
         """Return the figures of a validation set, see `PromptScorer.evaluate`."""

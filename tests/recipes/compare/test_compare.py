@@ -120,9 +120,25 @@ def test_losses_at_equal_steps_are_on_the_curve_and_end_with_it(runs):
     amounts, table = compared.tables["steps"]
     assert {2, 4, 6} <= set(amounts)
     known = {point.steps: point.value for point in compared.curves["first"]}
+    assert set(amounts) <= known.keys()  # steps of evaluations
     for amount, loss, of_slow in zip(amounts, table["first"], table["slow"], strict=True):
-        assert loss == pytest.approx(known.get(amount, loss))
+        assert loss == (pytest.approx(known[amount]), True)
         assert (of_slow is None) == (amount > 4)
+
+
+def test_losses_between_evaluations_are_marked(runs, tmp_path, capsys):
+    sparse, page = tmp_path / "sparse", tmp_path / "page.html"
+    shutil.copytree(runs / "first", sparse)
+    lines = [
+        each for each in harness.records(sparse) if (each["split"], each["step"]) != ("val", 4)
+    ]
+    (sparse / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    _, table = comparison.compare([runs / "first", sparse]).tables["steps"]
+    assert [each.is_measured for each in table["sparse"]].count(False) == 1
+    assert main(["compare", str(runs / "first"), str(sparse), f"--out={page}"]) == 0
+    output = capsys.readouterr().out
+    assert len(re.findall(r"~\d", output)) == 3 == len(re.findall(r"~\d", page.read_text()))
+    assert "~ is interpolated" in output
 
 
 def test_the_page_needs_no_other_file_and_has_what_the_console_has(answer, runs, tmp_path, capsys):

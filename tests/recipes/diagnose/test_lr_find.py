@@ -202,14 +202,14 @@ def models(config, tmp_path_factory):
         pytest.param("base", LORA, marks=pytest.mark.slow),
         ("tuned", [*LORA, "--config.objective.reference=adapter_off"]),
         pytest.param("tuned", LORA, marks=pytest.mark.slow),
-        (None, []),
+        (None, ["--config.train.epochs=9"]),
         pytest.param("base", TEXTS, marks=pytest.mark.slow),
     ],
 )
 def test_it_begins_with_the_weights_and_the_reference_of_a_run(
     models, start, flags, tmp_path, capsys
 ):
-    """The first two losses are those of `jaxlm train` at the same rate."""
+    """The first two losses are those of `jaxlm train` at the same rate, of batches as large."""
     folder, preference = models
     words = [each.format(folder=folder) for each in flags]
     if start is not None:
@@ -231,9 +231,9 @@ def test_it_begins_with_the_weights_and_the_reference_of_a_run(
     assert losses[0] != losses[1]
 
 
-def test_rollouts_are_refused_before_data_is_read(config, tmp_path, capsys):
-    words = ["--config.objective.name=policy", "--config.data.kind=prompts", "--steps=10"]
-    words += ["--config.data.train=prompts.jsonl"]
-    code, answer = find(capsys, config, tmp_path / "found", *words)
+def test_rollouts_are_refused_before_data_is_read(tmp_path, capsys):
+    code, answer = find(
+        capsys, "rl/grpo", tmp_path / "found", "--config.data.train=prompts.jsonl", "--steps=10"
+    )
     assert code == 2
     assert "draws no rollouts of the objective policy" in answer["error"]["what"]

@@ -79,6 +79,7 @@ def test_the_header_has_the_rewards_and_no_share_of_trained_tokens(base):
     log = (base / "log.txt").read_text()
     assert "  reward      ended; 4 samples of each prompt, at most 6 tokens each\n" in log
     assert "tokens are trained" not in log
+    assert "; 0.333 epochs\n" in log  # 8 of 24 prompts
     assert "the weights are random: data.kind=prompts is for a model that was trained" in log
 
 
@@ -190,6 +191,19 @@ def test_a_run_that_stops_inside_a_rollout_resumes_to_the_same_bits(config, base
     log = (workdir / "log.txt").read_text()
     assert "was 7.0 before the run resumed, and is" in log
     assert "the reward of val fell from 9 to" in log
+
+
+def test_a_logged_step_has_the_figures_of_the_rollout_before_it(config, base, tmp_path):
+    """A rollout of two steps begins at steps 1 and 3; only steps 2 and 4 are logged."""
+    flags = ["--config.log.every=2", "--config.eval.every=4"]
+    for stop in (["--stop_at=1"], ["--stop_at=3"], []):  # inside of a rollout
+        assert train(config, tmp_path / "run", *flags, *stop) == 0
+    drawn = {each["step"]: each for each in records(base) if "reward_std" in each}
+    logged = {each["step"]: each for each in records(tmp_path / "run") if each["split"] == "train"}
+    assert [*logged] == [2, 4]
+    for step, each in logged.items():
+        for name in ("reward", "reward_std", "dead_groups", "ended_share"):
+            assert each[name] == drawn[step - 1][name]
 
 
 @pytest.mark.slow

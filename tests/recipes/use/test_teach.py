@@ -286,8 +286,9 @@ class Killed(BaseException):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("writes", [1, 0, 3, 7, 20])
 def test_a_pass_that_is_killed_continues_to_the_same_bytes(
-    config, runs, tmp_path, monkeypatch, writes
+    config, runs, tmp_path, monkeypatch, capsys, writes
 ):
+    """The command that follows trains on the same data, with the settings of the command line."""
     monkeypatch.setattr(recipe, "SAVE_SECONDS", 0.0)
     write, count = stored_teacher.RowWriter.write, iter(range(10**6))
 
@@ -297,14 +298,19 @@ def test_a_pass_that_is_killed_continues_to_the_same_bytes(
             raise Killed
         write(self, number, first, values)
 
-    words = teaching(config, runs / "teacher", tmp_path / "stored", f"--top={ALL}")
+    settings = ["--config.model.dropout=0.0", "--config.objective.name=causal"]
+    words = teaching(config, runs / "teacher", tmp_path / "stored", f"--top={ALL}", *settings)
     with monkeypatch.context() as patch:
         patch.setattr(stored_teacher.RowWriter, "write", dying)
         with pytest.raises(Killed):
             main(words)
     assert not (tmp_path / "stored").exists()
+    capsys.readouterr()
     assert main(words) == 0
     assert contents(tmp_path / "stored") == contents(runs / "stored")
+    (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("next  ")]
+    assert settings[0] in line
+    assert re.findall(r"objective\.name=(\w+)", line) == ["distill"]
 
 
 @pytest.mark.slow
