@@ -36,7 +36,7 @@ def run(args: Any, out: Output) -> int:
     lines = [
         *columns([["layer", "harm, nats", ""], *cells]),
         f"{target}: {len(answer['kept'])} layers, {answer['parameters']:,} parameters; "
-        f"{losses['before']:.4f} nats with all layers, {losses['after']:.4f} with these, on the same "
-        "validation rows (--batches)",
+        f"{losses['before']:.4f} nats with all layers, {losses['after']:.4f} with these, of "
+        f"--batches={args.batches} of the validation set",
     ]
     return out.result(answer, lines)
