@@ -24,6 +24,7 @@ import pytest
 import zstandard
 
 from jaxlm.corpus.readers import streams
+from jaxlm.corpus.readers.encoding import decoded
 from tests import machine
 from tests.corpus.recipes import RECIPE, kept, lines, prose, run, write_lines
 
@@ -227,6 +228,27 @@ PORTUGUESE = (
     "crianças da aldeia não se cansam de ouvir as suas histórias sobre cidades distantes, "
     "estações e verões muito quentes.\n"
 )
+SHORT = {  # texts of a few words
+    "cp1252": (
+        "Le gâteau était très bon, à la crème brûlée.",
+        "Perché non è già più così? La città è bella, però il caffè è finito.",
+        "El niño comió piñas mañana. ¿Cómo está usted?",
+        "Það er fallegt veður í dag og við förum í göngutúr.",
+        "Æblerne er røde på træet. Jeg går gerne en tur på øen.",
+    ),
+    "cp1250": (
+        "Astăzi este o zi frumoasă şi mergem în parc. Băiatul citeşte o carte.",
+        "Ma szép idő van, ezért sétálni megyünk az erdőbe. Köszönöm, jó éjszakát!",
+        "Chlapec číta knihu o ďalekých krajinách. Ďakujem, ľudia.",
+        "Dječak čita knjigu o dalekim zemljama. Žao mi je, šećer.",
+    ),
+    "cp1257": (
+        "Šiandien gražus oras, todėl einame pasivaikščioti į parką.",
+        "Šodien ir skaists laiks, tāpēc mēs ejam pastaigāties. Paldies, ļoti labi.",
+        "Täna on ilus ilm. Öö on vaikne, üks mees ütles šokeeritult midagi.",
+    ),
+    "cp1254": ("Çocuk uzak ülkeler hakkında bir kitap okuyor. Şimdi öğretmen geldi.",),
+}
 WRITTEN = [  # text, as it was written, as what it is read
     *((RUSSIAN, name, name) for name in ("koi8_r", "cp1251", "iso8859_5", "cp866")),
     *((UKRAINIAN, name, name) for name in ("koi8_u", "cp1251")),
@@ -246,6 +268,15 @@ WRITTEN = [  # text, as it was written, as what it is read
         for name in ("utf-16-le", "utf-16-be")
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text"), [(name, text) for name, texts in SHORT.items() for text in texts]
+)
+@pytest.mark.parametrize("times", [1, 40])
+def test_the_letters_of_a_language_identify_its_encoding(encoding, text, times):
+    content = f"{text}\n" * times
+    assert decoded(content.encode(encoding)) == (content, encoding)
 
 
 def test_legacy_encodings_and_unmarked_utf_16_are_told_by_their_letters_and_counted(into, capsys):

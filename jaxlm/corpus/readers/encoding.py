@@ -5,7 +5,7 @@ import io
 import re
 import unicodedata
 from collections import Counter
-from typing import IO
+from typing import IO, Any
 
 from jaxlm.data.formats import ByteReader
 
@@ -23,6 +23,24 @@ LEGACY = (
     f"{LAST_RESORT} cp1250 iso8859_2 cp1251 koi8_r koi8_u iso8859_5 cp866 cp1253 iso8859_7 cp1257"
     " cp1254 cp1255 cp1256 cp932 euc_jp gb18030 big5 cp949"
 ).split()
+# Letters outside ASCII in languages of Latin script, by encoding; the first of equals is taken.
+# French, German, Spanish, Portuguese, Italian, Swedish, Danish, Icelandic, Dutch, Catalan; Polish,
+# Czech, Slovak, Hungarian, Romanian, Croatian; Lithuanian, Latvian, Estonian; Turkish.
+_WESTERN = (
+    *("àâæçéèêëîïôœùûüÿ", "äöüß", "áéíñóúü", "àáâãçéêíóôõúü", "àèéìíîòóùú"),
+    *("åäöéü", "æøåéö", "áðéíóúýþæö", "éèëïóöüá", "àçèéíïòóúü"),
+)
+_CENTRAL = (
+    *("ąćęłńóśźż", "áčďéěíňóřšťúůýž", "áäčďéíĺľňóôŕšťúýž"),
+    *("áéíóöőúüű", "ăâîşţ", "čćđšž"),
+)
+ALPHABETS = {
+    LAST_RESORT: _WESTERN,
+    "cp1250": _CENTRAL,
+    "iso8859_2": _CENTRAL,
+    "cp1257": ("ąčęėįšųūž", "āčēģīķļņšūž", "äõöüšž"),
+    "cp1254": ("çğıöşüâîû",),
+}
 PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
@@ -88,7 +106,7 @@ def _guessed(data: bytes, declared: str, start: int) -> tuple[str, str]:
 
 
 def _legacy(data: bytes, start: int) -> str:
-    """Return the encoding in which the text is most coherent; cp1252 unless one is better."""
+    """Return the encoding by the letters of the text; cp1252 unless another one fits better."""
     import charset_normalizer
 
     # The first lines may name an encoding. If they are many, they are ASCII without information.
@@ -96,19 +114,31 @@ def _legacy(data: bytes, start: int) -> str:
     probe = data[begin : begin + PROBED]
     if begin + PROBED < len(data):  # a line end never splits a character of several bytes
         probe = probe[: probe.rfind(b"\n") + 1] or probe
-    matches = charset_normalizer.from_bytes(probe, cp_isolation=LEGACY, enable_fallback=False)
-    best = matches.best()
+    options: dict[str, Any] = {"cp_isolation": LEGACY, "enable_fallback": False}
+    best = charset_normalizer.from_bytes(probe, **options).best()
     others = len(probe) - len(probe.translate(None, bytes(range(128, 256))))
-    if best is None or others < min(_FEW, len(probe) / 4):
-        return LAST_RESORT  # a word or two in other letters fit any encoding
-    for match in matches:
-        is_last_resort = LAST_RESORT in match.could_be_from_charset
-        if is_last_resort and match.coherence >= best.coherence and match.chaos <= best.chaos:
-            return LAST_RESORT
-    # The two differ in letters that cp1250 has from 0x80 to 0x9f, which ISO 8859 lacks.
-    has_upper = len(probe) != len(probe.translate(None, bytes(range(128, 160))))
-    is_either = best.encoding == "cp1250" and not has_upper
-    return "iso8859_2" if is_either else best.encoding
+    # A word or two in letters outside ASCII fit any encoding.
+    is_known = best is not None and others >= min(_FEW, len(probe) / 4)
+    if is_known and best.encoding not in ALPHABETS:
+        return best.encoding
+    # The library confuses encodings of Latin script, also for whole pages.
+    return max(ALPHABETS, key=lambda name: _share_of_alphabet(probe, name))
+
+
+def _share_of_alphabet(probe: bytes, encoding: str) -> float:
+    """Return the share of letters outside ASCII that are in the alphabet of one language.
+
+    Bytes without a character, and control characters, are letters of none.
+    """
+    text = probe.decode(encoding, "replace").lower()
+    letters = [
+        c for c in text if "\x7f" < c < "\xa0" or c == "\ufffd" or (c > "\xa0" and c.isalpha())
+    ]
+    if not letters:
+        return 0.0
+    counts = Counter(letters)
+    known = (sum(counts[c] for c in alphabet) for alphabet in ALPHABETS[encoding])
+    return max(known) / len(letters)
 
 
 def _unmarked(data: bytes) -> str:
