@@ -13,6 +13,7 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import fields, show
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.mix.config import Mix
@@ -39,7 +40,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _show(args: Any, out: Output) -> int:
-    loaded = _load(args)
+    loaded = config.load(Run, args.config or args.workdir, args.overrides, is_part=True)
+    try:
+        _load(args)
+    except ConfigError as error:  # a shipped config may lack what a user names, such as the data
+        out.log(f"caution: a run would be refused: {error.what}; see jaxlm config validate")
     values = {path: show(value) for path, value in config.flatten(loaded.value).items()}
     width = max(len(path.rpartition(".")[2]) + 2 * path.count(".") for path in values)
     room = max(len(text) for text in values.values() if len(text) <= 40)
@@ -86,7 +91,6 @@ def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
     first = path.partition(".")[0]
     known_by = (each for each in SCHEMAS if first in (problems.root_name(each), *fields(each)))
     schema = next(known_by, Run)
-    # What a config lacks to run is no matter here: finetune/lora names no conversations.
     loaded = config.load(schema, args.config or args.workdir, args.overrides, is_part=True)
     if path in ("", problems.root_name(schema)):
         sections = [name.partition(".")[0] for name in config.flatten(loaded.value)]
@@ -120,8 +124,8 @@ def _line(schema: type, loaded: config.Loaded, path: str) -> str:
 
 
 def _diff(args: Any, out: Output) -> int:
-    a = config.load(Run, args.a).value
-    b = config.load(Run, args.b, args.overrides).value
+    a = config.load(Run, args.a, is_part=True).value
+    b = config.load(Run, args.b, args.overrides, is_part=True).value
     changes, lines, records = config.diff(a, b), [], []
     width = max((len(each.path) for each in changes), default=0)
     for each in changes:

@@ -266,7 +266,7 @@ def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[s
     """Return the settings that `path` may mean, likeliest first; `others` are aliases."""
     section, _, leaf = path.rpartition(".")
     alias = others.get(leaf.lower().replace("-", "_"), "")
-    most = max(1, len(leaf) // 3 + 1)
+    most = len(leaf) // 3 + 1 if len(leaf) > 3 else 1  # of three letters, two make another word
     scores = {}
     for name in known:
         other_section, _, other_leaf = name.rpartition(".")

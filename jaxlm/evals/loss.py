@@ -68,6 +68,7 @@ class Sums(NamedTuple):
     correct: Array
     tokens: Array  # number of targets with a weight above zero
     bytes: Array  # bytes that these represent
+    more_bytes: Array  # bytes times weights, less bytes: 0 if all weights are 1
     rows: Array  # see _row_sums
     bins: Array  # see bin_sums
 
@@ -129,6 +130,7 @@ def sums_function(
             correct=(scores.correct * weights).sum(),
             tokens=counted.sum(dtype=jnp.int32),
             bytes=sizes.sum(dtype=jnp.int32),
+            more_bytes=jnp.where(counted, sizes * (weights - 1), 0.0).sum(),
             rows=_row_sums(nll.sum(-1), weights.sum(-1)),
             bins=bin_sums(scores.confidence, scores.correct, weights),
         )
@@ -172,6 +174,7 @@ class EvalResult:
     correct: float
     tokens: int
     bytes: int
+    more_bytes: float  # bytes times weights, less bytes
     squares: float  # over rows, of (nll - loss x weight)
     reliability: Reliability
     sample: EvaluatedRows | None = None
@@ -197,11 +200,12 @@ class EvalResult:
         `bits_per_byte` counts the nll of every target, also of the end of each document, which
         represents no byte: the cost of coding the documents one by one. `bits_per_byte_text` leaves
         out targets without bytes, as lm-evaluation-harness's rolling log-likelihood and nanochat
-        do. Both are None if no bytes are known; perplexity is None if it overflows. `loss_stderr`
-        is present if only a sample of the rows was read.
+        do. In both a byte has the weight of its token. They are None if no bytes are known;
+        perplexity is None if it overflows. `loss_stderr` is present if only a sample of the rows
+        was read.
         """
         loss = self.nll / self.weight
-        bits = math.log(2) * self.bytes
+        bits = math.log(2) * (self.bytes + self.more_bytes)
         error = self.loss_stderr
         return {
             "loss_nats": loss,
@@ -244,7 +248,7 @@ def evaluate(
             why="no token of the set has a weight",
             fix="name more text in --config.data.validation",
         )
-    nll, text_nll, weight, correct, tokens, size, rows, bins = totals
+    nll, text_nll, weight, correct, tokens, size, more_bytes, rows, bins = totals
     return EvalResult(
         nll=float(nll),
         text_nll=float(text_nll),
@@ -252,6 +256,7 @@ def evaluate(
         correct=float(correct),
         tokens=int(tokens),
         bytes=int(size),
+        more_bytes=float(more_bytes),
         squares=max(0.0, float(_moved(rows, float(nll / weight))[1])),
         reliability=Reliability.of(bins),
         sample=sample,

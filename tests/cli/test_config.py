@@ -84,11 +84,21 @@ def test_explain_without_a_path_lists_the_sections_and_of_a_section_its_settings
     assert answer(capsys, "explain", "optim", "--config=x.py")["value"] == Run().optim.name
 
 
-def test_explain_of_a_config_that_lacks_its_data(capsys):
+def test_a_config_that_lacks_its_data_is_shown_explained_and_compared(capsys):
     explained = answer(capsys, "explain", "tune.rank", "--config=finetune/lora")
     assert explained["value"] == 16
     assert "finetune/lora.py:" in explained["origin"]
-    assert main(["config", "show", "--config=finetune/lora"]) == 2
+    shown = answer(capsys, "show", "--config=finetune/lora")
+    assert shown["config"]["tune"]["rank"] == 16
+    assert main(["config", "show", "--config=finetune/lora", "--config.tune.rank=5"]) == 0
+    output = capsys.readouterr().out
+    assert "caution: a run would be refused: data.train = ('stdlib:train',) does not fit" in output
+    assert "5  " in next(line for line in output.splitlines() if line.startswith("  rank "))
+    changes = {
+        each["path"] for each in answer(capsys, "diff", "finetune/lora", "finetune/sft")["changes"]
+    }
+    assert "tune.name" in changes
+    assert main(["config", "show", "--config=finetune/lora", "--config.tune.rank=x"]) == 2
     assert main(["config", "explain", "tune.rank", "--config.tune.rank=x"]) == 2
 
 

@@ -121,6 +121,18 @@ def test_bits_per_byte_have_the_end_of_a_document_and_those_of_the_text_have_not
     assert record["bits_per_byte_text"] == pytest.approx(text / math.log(2) / 7, rel=1e-5)
 
 
+def test_bytes_have_the_weights_of_their_tokens():
+    """Bits per byte do not depend on a factor of all weights, and follow those that differ."""
+    tokens, targets = [[0, 3, 0, 4]], [[3, 0, 4, 0]]
+    plain = of_rows(tokens, targets)
+    quarter = of_rows(tokens, targets, np.full((1, 4), 0.25, np.float32))
+    assert quarter["bits_per_byte"] == pytest.approx(plain["bits_per_byte"], rel=1e-6)
+    assert quarter["bytes"] == plain["bytes"] == 7
+    uneven = of_rows(tokens, targets, np.array([[0.5, 0.5, 2, 2]], np.float32))
+    bits = (0.5 * nll_of((0, 3), (3, 0)) + 2 * nll_of((0, 4), (4, 0))) / math.log(2)
+    assert uneven["bits_per_byte"] == pytest.approx(bits / (0.5 * 3 + 2 * 4), rel=1e-5)
+
+
 def test_bytes_that_a_tokenizer_puts_in_front_of_a_text_are_not_counted():
     record = of_rows([[0, 3, 5, 0]], [[3, 5, 0, 0]], prefix=loss.TokenizerPrefix(after=0, size=1))
     assert record["bytes"] == 3 + 5 - 1
