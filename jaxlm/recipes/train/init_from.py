@@ -147,7 +147,7 @@ def as_run(
 
 
 def with_model_of(loaded: Loaded, ref: str, workdir: Path | None) -> tuple[Loaded, list[str]]:
-    """Return the config with model and tokenizer of RUN[@STEP], and lines that name the changes.
+    """Return the config with model, muP and tokenizer of RUN[@STEP], and lines that name changes.
 
     The weights have a meaning in that model alone, so only flags of the command line, and settings
     that do not change the meaning, replace its settings. A run that has begun in `workdir` keeps
@@ -167,6 +167,9 @@ def with_model_of(loaded: Loaded, ref: str, workdir: Path | None) -> tuple[Loade
         free = {path for path in MODEL_FREE if origins.get(path, origin).kind == "file"}
         names = {path.removeprefix("model.") for path in typed | free if path.startswith("model.")}
         raw["model"] = model | {name: raw["model"][name] for name in names & model.keys()}
+    for name, value in config.to_json(source)["mup"].items():
+        if f"mup.{name}" not in typed:
+            raw["mup"][name] = value
     one, other = source.data, run.data
     is_same = one.tokenizer == other.tokenizer and (
         one.train == other.train or "/" in one.tokenizer or one.tokenizer == "bytes"
@@ -175,7 +178,8 @@ def with_model_of(loaded: Loaded, ref: str, workdir: Path | None) -> tuple[Loade
         raw["data"]["tokenizer"] = one.tokenizer if is_begun else str(named / "tokenizer")
     # The sections are checked against each other again.
     run = config.from_json(Run, raw, where=f"{folder}/config.json")
-    for section, name in (("model.", "model"), ("data.tokenizer", "tokenizer")):
+    sections = (("model.", "model"), ("mup.", "muP"), ("data.tokenizer", "tokenizer"))
+    for section, name in sections:
         changed = [each.path for each in config.diff(loaded.value, run)]
         changed = [path for path in changed if path.startswith(section)]
         set_by = [each for path in changed if (each := origins.get(path, DEFAULT)).kind == "file"]
@@ -187,10 +191,11 @@ def with_model_of(loaded: Loaded, ref: str, workdir: Path | None) -> tuple[Loade
 
 
 def model_differences(before: Run, after: Run) -> list[Change]:
-    """Return the model settings that differ and change the meaning of weights."""
+    """Return the settings of model and muP that differ and change the meaning of weights."""
     changes = config.diff(before, after)
+    sections = ("model.", "mup.")
     return [
-        each for each in changes if each.path.startswith("model.") and each.path not in MODEL_FREE
+        each for each in changes if each.path.startswith(sections) and each.path not in MODEL_FREE
     ]
 
 

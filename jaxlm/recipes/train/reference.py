@@ -324,7 +324,7 @@ class _Pass:
             adapter = "" if source.adapter is None else source.adapter.digest
             facts: list[Any] = [source.digest, adapter]
         else:
-            facts = [config.to_json(run)["model"], jax.__version__]
+            facts = [*(config.to_json(run)[each] for each in ("model", "mup")), jax.__version__]
         is_start = self._reference.name == START
         facts += [config.to_json(run)["tune"], run.seed] if is_start else []
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

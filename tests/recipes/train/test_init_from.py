@@ -78,6 +78,24 @@ def test_without_a_config_the_new_run_has_that_of_the_run_it_begins_with(folder)
         np.testing.assert_array_equal(arrays(folder / "same", 0)[path], array, err_msg=path)
 
 
+def test_the_run_has_the_mup_of_the_run_it_begins_with(folder, capsys):
+    """muP divides logits and scores: without it the same weights are another model."""
+    base = folder / "mup"
+    assert main([*words(folder, base.name, "--config.mup.base_width=16"), "--stop_at=2"]) == 0
+    begun = words(folder, "from-mup", f"--init_from={base}", "--stop_at=1")
+    assert main(begun) == 0
+    assert json.loads((folder / "from-mup/config.json").read_text())["mup"]["base_width"] == 16
+    capsys.readouterr()
+    assert main(["eval", f"--workdir={base}", "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out)["loss_nats"]
+    rows = harness.records(folder / "from-mup")
+    first = next(row for row in rows if row["split"] == "val")
+    assert (first["step"], first["loss_nats"]) == (0, pytest.approx(loss, rel=1e-5))
+    none = words(folder, "no-mup", f"--init_from={base}", "--config.mup.base_width=None")
+    code, message = error(capsys, *none)
+    assert (code, message["fix"]) == (2, "--config.mup.base_width=16")
+
+
 def test_an_imported_model_and_no_text_is_an_error_before_anything_is_read(folder, capsys):
     (folder / "a/imported.json").write_text("{}")
     try:
