@@ -37,7 +37,7 @@ from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.init_from import check_tokenizer
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.teacher import load_teacher
-from jaxlm.recipes.use.load import BASE, InitSource, check_without_adapter, open_run_ref
+from jaxlm.recipes.use.load import BASE, InitSource, check_teaches, open_run_ref
 from jaxlm.training import state as states
 from jaxlm.training.rundir import read_json
 
@@ -64,7 +64,7 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
 
     `begun_with` is the run of --init_from, `digest` that of the tokenizer, and `warn` gets lines
     about damaged steps. Raises as `open_run_ref` and `continued_adapter`, and ConfigError if the
-    reference has another tokenizer or an adapter of its own.
+    reference has another tokenizer or an adapter of its own, or does not predict the next token.
     """
     name = context.run.objective.compared_with
     assert name is not None
@@ -81,7 +81,7 @@ def find(context: RunContext, begun_with: InitSource | None, digest: str, warn: 
 def find_named(name: str, digest: str, warn: Log, verifier: Verifier | None = None) -> InitSource:
     """Return the run RUN[@STEP] that answers are compared with, see `find`."""
     source = open_run_ref(name, FLAG, warn, verifier)
-    check_without_adapter(source, FLAG, "the reference is loaded without an adapter")
+    check_teaches(source, FLAG)
     check_tokenizer(source, digest)
     return source
 

@@ -13,12 +13,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data import tokenizer_file
 from jaxlm.data.dataset import Data
 from jaxlm.models.build import Blueprint
+from jaxlm.objectives.config import Distill
 from jaxlm.objectives.policy_config import START
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train.init_from import check_tokenizer
-from jaxlm.recipes.use.load import InitSource, check_without_adapter, open_run_ref
+from jaxlm.recipes.use.load import InitSource, check_teaches, open_run_ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,8 @@ def find_teacher(
 ) -> InitSource | None:
     """Return the run and step of the frozen model that the objective reads; None without one.
 
-    Raises as `open_run_ref`, and ConfigError if its tokenizer differs from that of the data.
+    Raises as `open_run_ref` and `check_teaches`, and ConfigError if its tokenizer differs from that
+    of the data.
 
     Args:
       run: the config.
@@ -50,9 +52,10 @@ def find_teacher(
         return None
     if run.objective.teacher == START:
         return start
-    flag = "--config.objective.teacher"
+    name = "teacher" if isinstance(run.objective, Distill) else "reference"
+    flag = f"--config.objective.{name}"
     source = open_run_ref(run.objective.teacher, flag, warn, verifier)
-    check_without_adapter(source, flag, "a teacher is loaded without an adapter")
+    check_teaches(source, flag)
     check_tokenizer(source, data.tokenizer.digest)
     return source
 

@@ -272,6 +272,19 @@ def check_without_adapter(source: InitSource, flag: str, why: str) -> None:
         )
 
 
+def check_teaches(source: InitSource, flag: str) -> None:
+    """Raise ConfigError if a run has no plain model of the next token; `flag` names the run."""
+    check_without_adapter(source, flag, "a teacher or a reference is loaded without an adapter")
+    run = source.run
+    if run.objective.prompts != "left to right" or run.architecture != "decoder":
+        raise ConfigError(
+            "the run does not predict each token from those before it",
+            where=f"{flag}={source.workdir}",
+            why=f"it was trained with the objective {run.objective.name}",
+            fix=f"name a {flag} of the objective causal",
+        )
+
+
 def _check_not_quantized(source: InitSource, flag: str) -> None:
     """Raise ConfigError if the weights of a run are codes, which nothing is trained from."""
     if isinstance(source.run.tune, Quantized):

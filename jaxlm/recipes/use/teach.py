@@ -48,7 +48,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.init_from import check_tokenizer
 from jaxlm.recipes.train.teacher import frozen_model, vocabulary_of
-from jaxlm.recipes.use.load import InitSource, check_without_adapter, open_run_ref
+from jaxlm.recipes.use.load import InitSource, check_teaches, open_run_ref
 from jaxlm.training import state as states
 
 PROGRESS = "progress.json"
@@ -75,8 +75,8 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
     Raises:
       InputMissing: if there is no such teacher.
       CommandError: if `top` is no number of ids.
-      ConfigError: if the teacher is no decoder, or has another tokenizer than the data, or `out`
-        has rows of another pass.
+      ConfigError: if the teacher does not predict the next token, or has another tokenizer than the
+        data, or `out` has rows of another pass.
       NotWritable: if the folder cannot be written, or its disk has too little space.
       DataError: if the teacher's distributions are not finite.
       InUse: if another process writes the folder.
@@ -90,14 +90,7 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
             fix="name a --config of the objective causal",
         )
     source = open_run_ref(ref, "--workdir", say)
-    check_without_adapter(source, "--workdir", "a teacher is loaded without an adapter")
-    if source.run.architecture != "decoder" or source.run.objective.bidirectional:
-        raise ConfigError(
-            "the teacher does not predict each token from those before it",
-            where=f"--workdir={options.workdir}",
-            why=f"it was trained with the objective {source.run.objective.name}",
-            fix="name a --workdir of the objective causal",
-        )
+    check_teaches(source, "--workdir")
     vocab = vocabulary_of(source)
     top = teacher.most_ids(vocab) if options.top is None else options.top
     if not 0 < top <= vocab:

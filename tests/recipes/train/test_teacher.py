@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError
+from jaxlm.recipes.train import reference
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -102,6 +104,25 @@ def test_a_teacher_that_cannot_teach_is_refused(
     assert main(words) == code
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run/config.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["masked", pytest.param("prefix", marks=pytest.mark.slow)])
+def test_a_run_that_predicts_no_next_token_teaches_nothing(config, teacher, tmp_path, capsys, kind):
+    """As a teacher, as that of `jaxlm teach`, and as the reference of preferences and policies."""
+    copy = tmp_path / kind
+    shutil.copytree(teacher, copy)
+    settings = json.loads((copy / "config.json").read_text())
+    settings["objective"] = {"name": kind}
+    (copy / "config.json").write_text(json.dumps(settings))
+    text = f"it was trained with the objective {kind}"
+    assert main(harness.words(config, tmp_path / "run", *distill(copy))) == 2
+    assert text in capsys.readouterr().err
+    words = [f"--workdir={copy}", f"--config={config}", f"--out={tmp_path / 'rows'}"]
+    assert main(["teach", *words]) == 2
+    assert text in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="does not predict each token") as caught:
+        reference.find_named(str(copy), "", print)
+    assert caught.value.fix == "name a --config.objective.reference of the objective causal"
 
 
 def deleted(copy):
