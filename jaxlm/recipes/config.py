@@ -45,7 +45,7 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.rl.config import RLConfig
 from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
-from jaxlm.tune.config import Full, Tune, VirtualConfig
+from jaxlm.tune.config import Full, Quantized, Tune, VirtualConfig
 
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
@@ -184,7 +184,7 @@ class Run:
         if self.regularization.qk_clip is not None and self.architecture == "encoder-decoder":
             why = f"{self.model.family} has cross-attention, whose logits are not measured"
             yield "regularization.qk_clip", why, no_clip
-        if not isinstance(self.tune, Full):
+        if not isinstance(self.tune, Full | Quantized):  # codes have no step
             yield from self._tune_problems()
         yield from self._mup_problems()
         if self.data.sequence_warmup and not self.objective.keeps_rows:
@@ -288,7 +288,7 @@ class Run:
             why = "tune.name = full has no adapter that could be off"
             fix = "--config.objective.reference=start\n--config.objective.kl=none"
             yield "objective.reference", why, fix
-        if objective.teacher == START and not isinstance(self.tune, Full):
+        if objective.teacher == START and not isinstance(self.tune, Full | Quantized):
             why = "the run of --init_from is the base of the adapter, which needs no second model"
             yield "objective.reference", why, "--config.objective.reference=adapter_off"
         if self.train.batch_warmup:

@@ -17,14 +17,17 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core import disk, faults, tree
+from jaxlm.core import config, disk, faults, tree
 from jaxlm.core.errors import DataError
+from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.teacher import StoredTeacher
 from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.compare import summary
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load, model_difference, quantize
 from jaxlm.recipes.use.quantize import QualityLost, QuantizeOptions
 from jaxlm.training.rundir import IMPORTED
+from jaxlm.tune.config import Quantized
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -49,6 +52,46 @@ def call(capsys, *words):
     capsys.readouterr()
     code = main([*map(str, words), "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+POLICY = {
+    "objective.name": "policy",
+    "objective.kl": "loss_k3",
+    "objective.reference": "start",
+    "data.kind": "prompts",
+    "data.train": "prompts.jsonl",
+    "reward.functions": "number",
+    "rl.samples": 2,
+    "rl.max_tokens": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective.name": "mtp"},
+        {"regularization.qk_clip": 50},
+        {"optim.name": "sophia"},
+        {"objective.name": "mixture", "objective.weights.mtp": 1},
+        POLICY,
+    ],
+)
+def test_codes_of_a_run_of_any_kind_have_a_config_that_is_read(settings):
+    """A step of an adapter would not be implemented, and codes have no step."""
+    overrides = [(path, str(value)) for path, value in settings.items()]
+    run = config.load(Run, None, overrides).value
+    quantized = dataclasses.replace(run, tune=Quantized(), precision=PrecisionConfig())
+    assert config.from_json(Run, config.to_json(quantized)) == quantized
+
+
+@pytest.mark.slow
+def test_heads_of_a_quantized_run_guess_its_tokens(tmp_path, capsys):
+    mtp = harness.write_config(tmp_path, SETTINGS | {"objective.name": "mtp"})
+    run, out = harness.trained(mtp, tmp_path / "run"), tmp_path / "codes"
+    words = ["quantize", f"--workdir={run}", f"--out={out}", "--scheme=int8", "--allow=loss:50%"]
+    assert call(capsys, *words)[0] == 0
+    words = ["generate", f"--workdir={out}", "--draft=heads", "--prompt=the", "--max_tokens=4"]
+    assert main(words) == 0
 
 
 @pytest.fixture(scope="module")
