@@ -60,7 +60,8 @@ def evaluate(
 
     Totals are exact: every token counts once. The objective of the run decides what is predicted,
     see `objectives.objective`. A preference run has the figures of its training on its own
-    validation sets; on other text, those of tokens alone, as the reference has no scores there.
+    validation sets; on other text, those of tokens alone, as the reference has no scores there. So
+    has a run whose reference is its base without the adapter.
 
     Args:
       workdir: the run.
@@ -307,9 +308,20 @@ def open_loaders(
         scores = reference.read_stored(opened.workdir, changed, opened_data)
         if scores is not None:
             opened_data = reference.with_scores(opened_data, scores)
-        elif run.objective.compared_with not in (None, reference.ADAPTER_OFF):
-            say("no figures of preferences: the scores of the reference are of other data or rows")
+        elif run.objective.compared_with is not None:
+            say("no figures of preferences: there are no scores of a reference for these rows")
     return opened_data.validation
+
+
+def check_texts(opened: LoadedRun, loaders: Mapping[str, Loader]) -> None:
+    """Raise ConfigError if the sets are prompts, which have no tokens to predict."""
+    if any(each.shards.prompts for each in loaders.values()):
+        raise ConfigError(
+            "the validation sets are prompts, whose tokens are not predicted",
+            where=f"--workdir={opened.workdir}",
+            why=f"its objective {opened.run.objective.name} samples answers to them",
+            fix="--text='texts/*.txt'",
+        )
 
 
 def _warn_of_other_sets(workdir: Path, data: dataset.Data, say: Log) -> None:

@@ -482,9 +482,17 @@ def load_run(
         if is_merged and blueprint is model.plain:
             with jax.set_mesh(mesh):
                 params = decoded(params)
-            run, adapted = (dataclasses.replace(each, tune=Full()) for each in (run, adapted))
+            run, adapted = map(_merged, (run, adapted))
             model = setup.build_sharded_model(adapted, vocab, mesh)
     return LoadedRun(workdir, run, chosen, model, params, encoder)
+
+
+def _merged(run: Run) -> Run:
+    """Return the run with its adapter in the weights, whose base is no reference any more."""
+    objective: Any = run.objective
+    if objective.compared_with == "adapter_off":
+        objective = dataclasses.replace(objective, reference="start")
+    return dataclasses.replace(run, tune=Full(), objective=objective)
 
 
 def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
@@ -141,7 +140,9 @@ def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> d
                 one(each.params, placed)
                 for one, each in zip(scores, (adapted, merged), strict=True)
             )
-            distance = jnp.where(placed.weights > 0, jnp.abs(first - second), 0.0)
+            # Prompts have no targets, but for the program.
+            is_read = (placed.segments if loader.shards.prompts else placed.weights) > 0
+            distance = jnp.where(is_read, jnp.abs(first - second), 0.0)
             total, largest = total + float(distance.sum()), max(largest, float(distance.max()))
-            count += int(np.sum(np.asarray(batch.weights) > 0))
+            count += int(is_read.sum())
     return {"tokens": count, "mean_nats": total / max(count, 1), "largest_nats": largest}

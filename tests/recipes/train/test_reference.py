@@ -8,6 +8,9 @@ import pytest
 import safetensors.numpy
 
 from jaxlm.cli.main import main
+from jaxlm.core import config as config_files
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.use import load
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -292,6 +295,17 @@ def test_an_adapter_is_compared_with_its_start(config, base, tmp_path):
         assert one["loss_nats"] == pytest.approx(two["loss_nats"], rel=1e-5)
     first = train_records(live)[0]
     assert first["loss_nats"] == pytest.approx(math.log(2), abs=1e-6)
+    merged = tmp_path / "merged"
+    assert main(["merge", f"--workdir={live}", f"--out={merged}"]) == 0
+    assert main(["eval", f"--workdir={merged}"]) == 0
+
+
+def test_a_run_whose_adapter_is_merged_has_no_base_to_be_compared_with():
+    settings = {"objective.name": "preference", "objective.reference": "adapter_off"}
+    settings |= {"data.kind": "pairs", "data.train": "pairs.jsonl", "tune.name": "lora"}
+    run = config_files.load(Run, None, [*settings.items()]).value
+    merged = load._merged(run)
+    assert config_files.from_json(Run, config_files.to_json(merged)) == merged
 
 
 @pytest.mark.slow
