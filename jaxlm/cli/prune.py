@@ -17,6 +17,8 @@ def add_arguments(parser: Parser) -> None:
     doc = "layers from 0, as 0,2,4; even:N, N at even distances; harm:N, the N of most harm"
     add_flag(parser, "--keep", "LAYERS", str, doc, required=True)
     add_flag(parser, "--batches", "N", 16, "batches of the validation set for each loss")
+    doc = "glob of text for the losses (the validation set); repeatable"
+    add_flag(parser, "--text", "GLOB", [], doc)
     parser.add_run_selection()
 
 
@@ -26,7 +28,13 @@ def run(args: Any, out: Output) -> int:
 
     from jaxlm.recipes.use.prune import PruneOptions, prune
 
-    options = PruneOptions(workdir=workdir, out=target, keep=args.keep, batches=args.batches)
+    options = PruneOptions(
+        workdir=workdir,
+        out=target,
+        keep=args.keep,
+        batches=args.batches,
+        text=tuple(args.text),
+    )
     answer = prune(options, out.log, **selection(args))
     cells = [
         [str(number), f"{nats:+.4f}", "kept" if number in answer["kept"] else ""]

@@ -66,12 +66,13 @@ def run(args: Any, out: Output) -> int:
     before, after = answer["before"], answer["after"]
     lines = [f"{target}: {answer['quantized']} weights in {answer['scheme']} by {answer['method']}"]
     for name, form in ROWS.items():
-        if name in before:
+        if before.get(name) is not None:
             lines.append(f"{name:<18}{before[name]:>14{form}}{after[name]:>14{form}}")
-    lines.append(
-        f"KL {answer['kl_mean']:.3g} nats on average, {answer['kl_999']:.3g} at 99.9%; the same "
-        f"likeliest id at {answer['top1_agreement']:.2%} of {answer['tokens']:,} tokens"
-    )
+    if "kl_mean" in answer:
+        lines.append(
+            f"KL {answer['kl_mean']:.3g} nats on average, {answer['kl_999']:.3g} at 99.9%; the "
+            f"same likeliest id at {answer['top1_agreement']:.2%} of {answer['tokens']:,} tokens"
+        )
     if "departures" in answer:
         places = answer["departures"]
         equal = sum(place is None for place in places)

@@ -204,7 +204,7 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
         schedule=divisibility.schedule(run, mesh.shape),
     )
     quantize, change = surgery.quantization(run.tune), surgery_of(run)
-    head = _head_of(run)
+    head = head_of(run)
     plain = build(precision=precision.evaluated, surgery=head)
     stored = blueprint = plain
     if quantize is not None or head is not None:
@@ -235,7 +235,7 @@ def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     )
 
 
-def _head_of(run: Run) -> surgery.Surgery | None:
+def head_of(run: Run) -> surgery.Surgery | None:
     """Return the function (module, key) that adds the head of a run's objective; None for none."""
     if run.objective.has_reward_head:
         return add_reward_head
@@ -249,7 +249,7 @@ def surgery_of(
 
     None if it has neither; `encode` is as of `surgery.build`.
     """
-    changes = [surgery.build(run.tune, encode), _head_of(run)]
+    changes = [surgery.build(run.tune, encode), head_of(run)]
     present = [each for each in changes if each is not None]
 
     def apply(module: nnx.Module, key: jax.Array) -> None:

@@ -1,6 +1,7 @@
 """Situations of prompts whose answers are sampled, and whose fixes `test_fix_lines` pastes."""
 
 from tests.house.situation import CONFIG, Situation
+from tests.house.situations_recipes import trained
 from tests.house.situations_texts import _shell
 
 PROMPTS = _shell(
@@ -82,10 +83,13 @@ SITUATIONS: dict[str, Situation] = {
         f"train {CONFIG} {SAMPLE} --config.data.train=bare.jsonl --config.reward.functions=number",
         PROMPTS,
     ),
+    "layers of a policy": Situation(
+        "prune --workdir=runs/policy --out=new --keep=0", f"{PROMPTS}; {trained('policy', SAMPLE)}"
+    ),
 }
 SAMPLED = "tests/rl/test_rollout.py"
 ANSWERED = "tests/recipes/train/test_rollouts.py"
-SLOW = {"prompts without the answers of a reward"}  # it trains a model
+SLOW = {"prompts without the answers of a reward", "layers of a policy"}  # they train a model
 ELSEWHERE = {
     "recipes/train/rollouts.py:_count_dead:1": f"{ANSWERED}::"
     "test_groups_of_equal_rewards_change_nothing_and_end_the_run",

@@ -142,6 +142,22 @@ def test_an_adapter_trains_a_new_head_on_a_base_without_one(config, tmp_path, ca
 
 
 @pytest.mark.slow
+def test_a_quantized_reward_model_is_compared_by_its_scores(reward, tmp_path, capsys):
+    words = [f"--workdir={reward}", f"--out={tmp_path / 'codes'}", "--scheme=int8"]
+    assert main(["quantize", *words, "--allow=loss:50%"]) == 0
+    output = capsys.readouterr().out
+    assert "loss_nats" in output
+    assert "bits_per_byte" not in output
+    assert "KL" not in output
+
+
+def test_layers_of_a_reward_model_are_not_left_out(reward, tmp_path, capsys):
+    words = ["prune", f"--workdir={reward}", f"--out={tmp_path / 'small'}", "--keep=0"]
+    assert main(words) == 2
+    assert "this model scores answers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [("context=2", "fsdp=2"), ("data=2",)])
 def test_meshes_and_microbatches_agree(config, reward, tmp_path, mesh):
     flags = [f"--cpu_devices={2 ** len(mesh)}", *(f"--config.mesh.{axis}" for axis in mesh)]

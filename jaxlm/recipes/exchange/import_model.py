@@ -30,6 +30,7 @@ from jaxlm.models.cost import model_cost
 from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily
 from jaxlm.monitor import formatting
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.parallel import host
 from jaxlm.parallel import mesh as meshes
 from jaxlm.recipes import setup
@@ -77,6 +78,8 @@ def write(
 ) -> None:
     """Commit the weights as step 0 of a run; config.json, which makes it a run, is written last.
 
+    The run stores no average of the weights, and its config names none.
+
     Raises SaveFailed if the checkpoint cannot be written.
 
     Args:
@@ -88,6 +91,7 @@ def write(
         is how they were made, "imported" by default.
       low_memory: if the checkpoint is written with little memory.
     """
+    run = dataclasses.replace(run, average=NoAverage())
     directory.write_json(IMPORTED, facts)
     directory.write_bytes("tokenizer", tokenizer)
     writer = StoreWriter(owner=directory.lock.fence, is_owner=directory.lock.is_owner)

@@ -12,7 +12,6 @@ from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
-from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.init_from import model_differences
@@ -49,7 +48,7 @@ def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any
     origins = _origins(options, say)
     proportions = _proportions(options, len(origins))
     leaves = _agreed(origins)
-    run = dataclasses.replace(origins[0].run, average=NoAverage())
+    run = origins[0].run
     total = sum(proportions)
     params: dict[str, Any] = {}
     dtype = np.dtype(options.accumulate)

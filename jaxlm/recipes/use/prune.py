@@ -39,7 +39,8 @@ class PruneOptions:
     workdir: Path
     out: Path
     keep: str  # numbers from 0, as 0,2,4; even:N or harm:N
-    batches: int = 16  # of the first validation set
+    batches: int = 16  # of the first set
+    text: tuple[str, ...] = ()  # globs; () means the validation sets
 
 
 def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
 
     Raises:
       CommandError: if `out` has a run, or `keep` is no list of layers.
-      ConfigError: if the run is no plain decoder, or its family has no model of these layers.
+      ConfigError: if the run is no plain decoder of text, there is no text to measure on, or its
+        family has no model of these layers.
     """
     import_model.check_free(options.out, "--out", "a smaller run")
     numbers = _numbers(options.keep)
@@ -62,7 +64,9 @@ def prune(options: PruneOptions, say: Log = lambda _: None, **selection: Any) ->
     _check(numbers, depth, options.keep)
     if rule:
         numbers = even(len(numbers), depth)
-    loader = next(iter(evaluate.open_loaders(opened, (), opened.run.data.sequence, say).values()))
+    loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
+    evaluate.check_texts(opened, loaders)
+    loader = next(iter(loaders.values()))
     measure = functools.partial(_losses, opened, loader, options.batches)
     with jax.set_mesh(opened.model.mesh):
         whole = [*range(depth)]
@@ -104,11 +108,12 @@ def _check_decoder(opened: LoadedRun) -> None:
             why=run.tune.unmerged,
             fix=load.unmerged_fix(run, opened.workdir),
         )
-    if run.architecture != "decoder":
+    is_reward = run.objective.has_reward_head
+    if run.architecture != "decoder" or is_reward:
         raise ConfigError(
-            "layers are kept of a decoder",
+            "layers are kept of a decoder of text",
             where=where,
-            why=f"this model is an {run.architecture}",
+            why="this model scores answers" if is_reward else f"it is an {run.architecture}",
             fix=f"jaxlm eval --workdir={shlex.quote(str(opened.workdir))}",
         )
 
@@ -176,7 +181,8 @@ def _losses(opened: LoadedRun, loader: Loader, limit: int, sets: Sequence[Sequen
         layers = tuple(config.layers[number] for number in numbers)
         alone = _config_of(config, layers)
         if layers not in steps:
-            merge = Blueprint(alone, opened.model.precision).merge
+            head = setup.head_of(opened.run)
+            merge = Blueprint(alone, opened.model.precision, surgery=head).merge
             prefix = setup.prefix(opened.tokenizer)
             chunk = setup.pass_chunk(opened.run)
             steps[layers] = jax.jit(loss.build(merge, table, chunk=chunk, prefix=prefix))

@@ -22,7 +22,6 @@ from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, DataError
 from jaxlm.data.loader import Loader
 from jaxlm.ops import integer_product
 from jaxlm.ops.kernels import INTEGERS
-from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.exchange.import_model import copy_hub_files
@@ -79,7 +78,8 @@ def quantize(
 
     Raises:
       CommandError: if `out` has a run, or `allow`, or the method without its text, cannot be read.
-      ConfigError: if a pattern matches no linear layer, or the run is quantized.
+      ConfigError: if a pattern matches no linear layer, the run is quantized, or there is no text
+        to compare on.
       DataError: if a weight is not finite, or the calibration text is reported on.
       QualityLost: if more changes than `allow` permits; nothing is written.
     """
@@ -91,6 +91,7 @@ def quantize(
         tasks.check_causal(options.workdir)
     opened = load.load_run(options.workdir, check=_check_plain, say=say, **selection)
     loaders = evaluate.open_loaders(opened, options.text, opened.run.data.sequence, say)
+    evaluate.check_texts(opened, loaders)
     row, model = evaluate.checked_length(opened, None, say), opened.model
     tokenizers = tasks.Tokenizers(opened.tokenizer)
     settings = TaskSettings(limit=options.limit)
@@ -109,7 +110,10 @@ def quantize(
         table[name]["bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(each.params))
     growth = table["after"]["loss_nats"] / table["before"]["loss_nats"] - 1
     loader = loaders[next(iter(loaders)) if options.text else _ranking(opened, loaders)]
-    say("comparing the distributions of both")
+    divergence = dict[str, Any]()
+    if not opened.run.objective.has_reward_head:  # whose distributions are those of no text
+        say("comparing the distributions of both")
+        divergence = model_difference.divergence(opened, rounded, loader)
     answer = {
         "workdir": str(options.out),
         "step": opened.step,
@@ -119,7 +123,7 @@ def quantize(
         "quantized": len(surgery.quantized_weights(rounded.model.blueprint)),
         "unread_experts": unread,
         "loss_growth": growth,
-        **model_difference.divergence(opened, rounded, loader),
+        **divergence,
         "tasks": model_difference.answers(
             models, prepared, (options.workdir, _unfinished(options)), say
         ),
@@ -287,7 +291,7 @@ def _rounded(
     block = options.block or BLOCKS[options.scheme]
     tune = Quantized(base=options.scheme, block=block, at=options.at)
     precision = dataclasses.replace(opened.run.precision, qat="none", products="compute")
-    run = dataclasses.replace(opened.run, tune=tune, average=NoAverage(), precision=precision)
+    run = dataclasses.replace(opened.run, tune=tune, precision=precision)
     vocab, mesh = opened.model.blueprint.config.vocab, opened.model.mesh
     try:
         model = setup.build_sharded_model(run, vocab, mesh)

@@ -83,6 +83,25 @@ def test_the_header_has_the_rewards_and_no_share_of_trained_tokens(base):
     assert "the weights are random: data.kind=prompts is for a model that was trained" in log
 
 
+@pytest.mark.parametrize("verb", ["prune --keep=0", "quantize --scheme=int8 --allow=loss:50%"])
+def test_a_text_is_named_to_compare_on(base, tmp_path, capsys, verb):
+    """Tokens of prompts are no targets."""
+    words = [*verb.split(), f"--workdir={base}", f"--out={tmp_path / 'out'}"]
+    assert main(words) == 2
+    assert "--text='texts/*.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_layers_of_a_policy_with_a_value_head_are_left_out(config, prompts, tmp_path):
+    ppo, text = tmp_path / "ppo", tmp_path / "text.txt"
+    flags = ("--config.objective.name=ppo", "--config.model.depth=2")
+    assert train(config, ppo, *flags) == 0
+    text.write_text("1+1=" * 100)
+    words = [f"--workdir={ppo}", f"--out={tmp_path / 'small'}", f"--text={text}"]
+    assert main(["prune", *words, "--keep=0"]) == 0
+    assert main(["eval", f"--workdir={tmp_path / 'small'}", f"--text={text}"]) == 0
+
+
 def test_the_parts_of_an_iteration_are_its_seconds(base):
     """Drawing, scoring and training have no time in common.
 

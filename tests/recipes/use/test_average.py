@@ -92,6 +92,13 @@ def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
     assert (table == harness.store(run).arrays(8)["average/embedding/table"]).all()
 
 
+def test_a_run_of_its_weights_names_no_average(run, tmp_path, capsys):
+    words = ["prune", f"--workdir={run}", f"--out={tmp_path / 'small'}", "--keep=0"]
+    answer(capsys, *words, "--weights=ema", "--batches=1")
+    config = json.loads((tmp_path / "small/config.json").read_text())
+    assert config["average"] == {"name": "none"}
+
+
 def test_an_average_that_the_run_has_not_is_refused(run, capsys):
     assert main(["eval", f"--workdir={run}", "--weights=swa"]) == 2
     output = capsys.readouterr().err
