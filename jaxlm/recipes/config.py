@@ -460,6 +460,14 @@ class Run:
         return self.objective.has_value_head or self.rl.correction != "none"
 
     @property
+    def scored_share(self) -> float:
+        """Share of the tokens of a row that have logits: those of samples of a policy, else all."""
+        objective = self.objective
+        if not objective.samples_answers or isinstance(objective, Distill):
+            return 1.0
+        return min(1.0, self.rl.turns * self.rl.max_tokens / self.data.sequence)
+
+    @property
     def tokens_per_step(self) -> int:
         """Token slots of the global batch, after its warm-up."""
         return self.train.batch * self.data.sequence

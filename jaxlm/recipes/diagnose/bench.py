@@ -23,8 +23,10 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import divisibility, oom
+from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import compiled_memory
+from jaxlm.recipes.train.trainer import flops_per_token
 
 MIN_STEPS = 3
 
@@ -85,8 +87,12 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     model = engine.model
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
+        if model.base:
+            engine.base = jax.jit(lambda: jax.tree.map(_filled, engine.base))()
         state, batch = engine.init_state(), host.put(grid, _rows(run, vocab))
-        extra = {name: jax.tree.map(jnp.copy, state.params) for name in engine.extra_inputs}
+        frozen = jax.tree.map(jnp.copy, engine.whole(state.params))
+        extra = {"teacher": frozen, "base": engine.base}
+        extra = {name: extra[name] for name in engine.extra_inputs}
         started = time.perf_counter()
         step = engine.step.lower(state, batch, **extra).compile()
         compiled = time.perf_counter() - started
@@ -102,7 +108,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
             times.append(time.perf_counter() - started)
     median = statistics.median(times)
     peak = chips.peak_flops(jax.devices()[0].device_kind, jax.device_count())
-    flops = model_cost.flops_per_token(model.blueprint.config, run.data.sequence, causal=True)
+    flops, _ = flops_per_token(engine, run.data.sequence)
     return {
         "parameters": model_cost.parameters(model.blueprint.config),
         "tokens_per_step": run.tokens_per_step,
@@ -119,11 +125,21 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     }
 
 
+def _filled(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return a leaf of an adapter's base: numbers that are not 0, as DoRA divides by their norm."""
+    return jnp.full(leaf.shape, 0.01 if jnp.issubdtype(leaf.dtype, jnp.floating) else 1, leaf.dtype)
+
+
 def _rows(run: Run, vocab: int) -> Tokens:
     """Return a batch of random ids; each predicts the next."""
-    shape = (run.train.batch, run.data.sequence)
+    read = (run.train.batch, run.data.sequence)
+    shape = (run.train.batch, decoder_tokens(run) or run.data.sequence)
     ids = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
     weights, segments = np.ones(shape, np.float32), np.ones(shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     fields: Any = (ids, np.roll(ids, -1, axis=1), weights, segments, slots)
-    return collectives.with_answers(Tokens(*fields), run)
+    rows = Tokens(*fields)
+    if run.architecture == "encoder-decoder":
+        source: Any = np.random.default_rng(1).integers(0, vocab, read, np.int32)
+        rows = rows._replace(source=source, source_segments=np.ones_like(source))
+    return collectives.with_answers(rows, run)

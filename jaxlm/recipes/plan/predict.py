@@ -201,7 +201,7 @@ def forecast(
     model_flops = model_cost.flops_per_token(
         decoder, length, causal=True, targets=targets, has_logits=has_logits
     )
-    model_flops -= 6 * (1 - _sampled_share(run)) * decoder.vocab * decoder.width
+    model_flops -= 6 * (1 - run.scored_share) * decoder.vocab * decoder.width
     model_flops += cost.more_flops(run.tune, decoder, _multiplied(run, decoder))
     hardware = _hardware_flops(run, decoder, share) + teacher_flops
     hardware *= run.tokens_per_step
@@ -336,13 +336,6 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     return vocab
 
 
-def _sampled_share(run: Run) -> float:
-    """Return the share of the tokens of a row that have logits: those of samples of a policy."""
-    if not run.objective.samples_answers:
-        return 1.0
-    return min(1.0, run.rl.turns * run.rl.max_tokens / run.data.sequence)
-
-
 def _multiplied(run: Run, decoder: ModelConfig) -> float:
     """Return the number of parameters that a token of a step is multiplied with."""
     whole = model_cost.matmul_parameters_per_token(
@@ -351,7 +344,7 @@ def _multiplied(run: Run, decoder: ModelConfig) -> float:
         decoder_tokens(run),
         has_logits=not run.objective.has_reward_head,
     )
-    return whole - (1 - _sampled_share(run)) * decoder.vocab * decoder.width
+    return whole - (1 - run.scored_share) * decoder.vocab * decoder.width
 
 
 def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float:
@@ -365,9 +358,9 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: DeviceShare) -> float
     once = model_cost.flops_per_token(
         decoder, sequence, causal=True, targets=targets, has_logits=has_logits
     )
-    once -= 6 * (1 - _sampled_share(run)) * decoder.vocab * decoder.width
+    once -= 6 * (1 - run.scored_share) * decoder.vocab * decoder.width
     once *= 1 + run.tune.virtual_rows / sequence
-    predicted = targets / sequence if targets else _sampled_share(run)
+    predicted = targets / sequence if targets else run.scored_share
     table = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
     unembedding = table if has_logits else 0.0
     head = 2 * unembedding

@@ -482,7 +482,7 @@ class Evaluator:
 def build_clock(programs: TrainPrograms, start: int) -> Clock:
     """Return the clock of the steps after `start` completed ones."""
     run = programs.run
-    half, full = _flops_per_token(programs, run.data.sequence)
+    half, full = flops_per_token(programs, run.data.sequence)
     kinds = [device.device_kind for device in programs.model.mesh.devices.flat]
     return Clock(
         start=start,
@@ -497,7 +497,7 @@ def flops_by_phase(programs: TrainPrograms) -> dict[Phase, tuple[float, ...]]:
     """Return model FLOPs of a step in each phase over those in the last, by both conventions."""
 
     def flops(phase: Phase) -> list[float]:
-        return [each * phase.rows for each in _flops_per_token(programs, phase.length)]
+        return [each * phase.rows for each in flops_per_token(programs, phase.length)]
 
     phases = programs.pace.phases
     last = flops(phases[-1])
@@ -507,14 +507,15 @@ def flops_by_phase(programs: TrainPrograms) -> dict[Phase, tuple[float, ...]]:
     }
 
 
-def _flops_per_token(programs: TrainPrograms, length: int) -> tuple[float, float]:
+def flops_per_token(programs: TrainPrograms, length: int) -> tuple[float, float]:
     """Return model FLOPs of a token with attention at its causal half, and in full."""
-    model, targets = programs.model.blueprint.config, programs.targets
-    has_logits = not programs.run.objective.has_reward_head
+    model, targets, run = programs.model.blueprint.config, programs.targets, programs.run
+    has_logits = not run.objective.has_reward_head
+    unread = (1 - run.scored_share) * model.vocab * model.width
     multiplied = model_cost.matmul_parameters_per_token(
         model, length, targets, has_logits=has_logits
     )
-    more = cost.more_flops(programs.run.tune, model, multiplied)
+    more = cost.more_flops(run.tune, model, multiplied - unread) - 6 * unread
     half, full = (
         model_cost.flops_per_token(
             model, length, causal=causal, targets=targets, has_logits=has_logits

@@ -34,6 +34,25 @@ def test_a_bench_measures_and_compares(tmp_path, capsys):
     assert 0.01 < float(table[-1].split()[-1]) < 5
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tune.name": "dora"},
+        {"tune.name": "qlora", "objective.name": "distill", "objective.teacher": "RUN"},
+        {"model.family": "t5", "objective.name": "span"},
+        {"objective.name": "masked", "model.family": "bert"},
+    ],
+)
+def test_a_step_of_any_kind_is_measured(settings, capsys):
+    words = [f"--config.{path}={value}" for path, value in settings.items()]
+    words += ["--sizes=0.8M", "--seconds=0.1", "--config.model.depth=1", "--json"]
+    assert main(["bench", *words]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert 0 < row["loss_nats"] < 20
+
+
 @pytest.mark.parametrize(
     ("name", "least", "most"),
     [("0.8M", 0.7e6, 0.9e6), ("4M", 3e6, 5e6), ("124M", 123e6, 126e6), ("1B", 1.2e9, 1.3e9)],

@@ -6,7 +6,12 @@ import statistics
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.core import faults
+from jaxlm.core import config, faults
+from jaxlm.monitor import host_machine
+from jaxlm.parallel import mesh
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import predict
+from jaxlm.recipes.train import programs, trainer
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -33,6 +38,34 @@ RUNS = {
     "slow steps, every second step": ("step.before", 2),
     "slow data": ("data.next", 1),
 }
+
+
+POLICY = {"objective.name": "policy", "data.kind": "prompts", "data.train": "prompts.jsonl"}
+POLICY |= {"reward.functions": "ended", "rl.samples": "2", "rl.max_tokens": "8"}
+TEACHER = {"objective.name": "distill", "objective.teacher": "RUN", "objective.weight": "1"}
+PAIRS = {"objective.name": "reward", "data.kind": "pairs", "data.train": "pairs.jsonl"}
+KINDS = {
+    "policy": POLICY,
+    "policy with an adapter": POLICY | {"tune.name": "lora"},
+    "samples for a teacher": POLICY | TEACHER | {"objective.sampled": "1"},
+    "reward": PAIRS,
+    "pairs": {"model.family": "t5", "objective.name": "span"},
+    "mtp": {"objective.name": "mtp"},
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_the_flops_of_a_step_are_those_of_the_plan(settings):
+    """Of a policy, samples alone have logits."""
+    sizes = {"vocab": 64, "width": 32, "depth": 1, "heads": 2}
+    model = {f"model.{name}": str(size) for name, size in sizes.items()}
+    settings = model | {"model.family": "gpt2", "data.sequence": "32"} | settings
+    run = config.load(Run, None, [*settings.items()]).value
+    engine = programs.without_data(run, mesh.build(run.mesh), 64)
+    half, _ = trainer.flops_per_token(engine, 32)
+    plan = predict.forecast(run, host_machine.this_machine(1, []))
+    assert half == pytest.approx(plan.flops_per_token, rel=1e-12)
 
 
 @pytest.fixture(
