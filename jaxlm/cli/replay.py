@@ -54,7 +54,8 @@ def _text(answer: dict[str, Any]) -> list[str]:
         every = norms if isinstance(norms, list) else [norms]
         shown = ["not finite" if norm is None else formatting.number(norm) for norm in every]
         lines.append(f"  {path:<{width}}  {'  '.join(shown)}")
-    lines.append("rows with the highest loss, without dropout")
+    if answer["rows"]:
+        lines.append("rows with the highest loss of their tokens, without dropout")
     lines += [f"  row {row['row']}: {row['loss_nats']:.4g}" for row in answer["rows"]]
     # Documents of the rows with the highest loss come first.
     rank = {row["row"]: place for place, row in enumerate(answer["rows"])}

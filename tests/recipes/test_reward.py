@@ -151,6 +151,14 @@ def test_a_quantized_reward_model_is_compared_by_its_scores(reward, tmp_path, ca
     assert "KL" not in output
 
 
+def test_a_replayed_step_has_no_rows_of_tokens(reward, capsys):
+    """A reward model's logits were never trained."""
+    assert main(["replay", f"--workdir={reward}", "--step=1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_as_logged"]
+    assert report["rows"] == []
+
+
 def test_layers_of_a_reward_model_are_not_left_out(reward, tmp_path, capsys):
     words = ["prune", f"--workdir={reward}", f"--out={tmp_path / 'small'}", "--keep=0"]
     assert main(words) == 2

@@ -9,12 +9,13 @@ import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
 from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.monitor import report, sinks
+from jaxlm.objectives.config import Causal, Objective
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.compare.summary import RunSummary
 from jaxlm.training.rundir import imported_facts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SEED = "seed"
 UNITS = ("nats", "bits per byte")
 AXES = ("steps", "tokens", "seconds")
+AS_CAUSAL = {each.name for each in get_args(Objective) if each.evaluated_as_causal}
 SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses that compare
 COLUMNS = 5  # amounts of an axis in a table of losses
 
@@ -341,6 +343,14 @@ def _notes(
     if any(has_reward.values()) and not all(has_reward.values()):
         rewarded = ", ".join(name for name, has in has_reward.items() if has)
         notes.append(f"the losses of {rewarded} are negative rewards, not nats of text")
+    objectives = {
+        name: run.config.get("objective", {}).get("name", Causal.name)
+        for name, run in runs.items()
+        if not has_reward.get(name)
+    }
+    if len({Causal.name if each in AS_CAUSAL else each for each in objectives.values()}) > 1:
+        names = ", ".join(f"{name}: {each}" for name, each in objectives.items())
+        notes.append(f"the runs differ in objective.name ({names}): their losses do not compare")
     changed = [path for path in SHARED_DATA if path in differences]
     if changed and not all(has_reward.values()):
         notes.append(

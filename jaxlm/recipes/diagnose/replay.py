@@ -121,7 +121,9 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         batch = next(batches)
         full_rows = engine.pace.phase(loader.batch_number(step - 1, rewinds.skips)).rows
         point = engine.whole(engine.spec.point(state))
-        rows = _rows(engine, point, batch, full_rows)
+        rows = list[dict[str, Any]]()
+        if not run.objective.has_reward_head:  # which does not predict tokens
+            rows = _rows(engine, point, batch, full_rows)
         values, layers = _measured(engine, state, batch, rate(step - 1))
         evidence = spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, evidence, is_newest=known == every)
@@ -187,7 +189,7 @@ def _check_data(known: dict[str, Any], current: dict[str, Any]) -> None:
 
 
 def _rows(engine: TrainPrograms, params: Any, batch: Tokens, uncut: int) -> list[dict[str, Any]]:
-    """Return the rows of highest mean loss, without dropout; rows that are not finite come first.
+    """Return the rows of highest mean nats of a token, without dropout; the not finite come first.
 
     They are numbered as the `uncut` rows before the warm-up cut them into shorter ones.
     """

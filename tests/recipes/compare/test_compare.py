@@ -275,6 +275,18 @@ def test_runs_with_rewards_are_compared_by_them(rewarded, tmp_path, capsys):
     assert "mean of a sample" in page.read_text()
 
 
+@pytest.mark.parametrize(("kind", "is_other"), [("preference", True), ("distill", False)])
+def test_losses_of_other_objectives_are_noted(runs, tmp_path, kind, is_other):
+    other = tmp_path / "other"
+    shutil.copytree(runs / "first", other)
+    config = json.loads((other / "config.json").read_text())
+    config["objective"]["name"] = kind
+    (other / "config.json").write_text(json.dumps(config))
+    notes = comparison.compare([runs / "first", other]).notes
+    note = f"the runs differ in objective.name (first: causal, other: {kind})"
+    assert any(each.startswith(note) for each in notes) == is_other
+
+
 def test_rewards_are_not_compared_with_losses(rewarded, runs):
     compared = comparison.compare([rewarded / "first", runs / "slow"])
     assert not compared.is_rewarded
