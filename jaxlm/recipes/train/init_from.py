@@ -13,6 +13,7 @@ from jaxlm.core.config import Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, InputMissing
 from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import tokenizer_file
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import ImportOptions, import_model
@@ -71,6 +72,8 @@ def find_init_source(
         warn(
             f"left out: the value head of {source.workdir}; {run.objective.name} predicts no value"
         )
+    if not (is_begun or isinstance(source.run.average, NoAverage)):
+        warn(f"the run begins with the parameters of {source}, not with their average")
     size = tokenizer_file.read(source.workdir / "tokenizer").size
     if changes := model_differences(*(_with_vocabulary(each, size) for each in (source.run, run))):
         more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""

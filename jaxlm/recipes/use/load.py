@@ -24,7 +24,7 @@ from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.heads import SCORE_HEADS
-from jaxlm.optim.average_config import NoAverage
+from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
@@ -470,6 +470,10 @@ def load_run(
     elif weights == "raw":
         params = store.restore_part(chosen, "params", abstract)
     else:
+        assert not isinstance(run.average, NoAverage)
+        first = first_averaged_update(run.average, run.train.steps, run.pace)
+        if chosen < first:
+            say(f"at step {chosen} the {weights} average is the parameters: it begins at {first}")
         shape = jax.ShapeDtypeStruct
         layout = jax.tree.map(lambda a: shape(a.shape, jnp.float32, sharding=a.sharding), abstract)
         average = store.restore_part(chosen, "average", layout)

@@ -81,10 +81,13 @@ def test_without_a_config_the_new_run_has_that_of_the_run_it_begins_with(folder)
 def test_the_run_has_the_mup_of_the_run_it_begins_with(folder, capsys):
     """muP divides logits and scores: without it the same weights are another model."""
     base = folder / "mup"
-    assert main([*words(folder, base.name, "--config.mup.base_width=16"), "--stop_at=2"]) == 0
+    flags = ["--config.mup.base_width=16", "--config.average.name=ema"]
+    assert main([*words(folder, base.name, *flags), "--stop_at=2"]) == 0
     begun = words(folder, "from-mup", f"--init_from={base}", "--stop_at=1")
     assert main(begun) == 0
     assert json.loads((folder / "from-mup/config.json").read_text())["mup"]["base_width"] == 16
+    warnings = (folder / "from-mup/warnings.jsonl").read_text()
+    assert f"the parameters of step 2 of {base}, not with their average" in warnings
     capsys.readouterr()
     assert main(["eval", f"--workdir={base}", "--json"]) == 0
     loss = json.loads(capsys.readouterr().out)["loss_nats"]

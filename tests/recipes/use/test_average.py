@@ -92,6 +92,14 @@ def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
     assert (table == harness.store(run).arrays(8)["average/embedding/table"]).all()
 
 
+def test_an_average_that_has_not_begun_is_named_as_such(run, capsys):
+    words = ["eval", f"--workdir={run}", "--weights=ema"]
+    assert main([*words, "--step=3"]) == 0
+    assert "at step 3 the ema average is the parameters: it begins at 4" in capsys.readouterr().out
+    assert main([*words, "--step=4"]) == 0
+    assert "it begins" not in capsys.readouterr().out
+
+
 def test_a_run_of_its_weights_names_no_average(run, tmp_path, capsys):
     words = ["prune", f"--workdir={run}", f"--out={tmp_path / 'small'}", "--keep=0"]
     answer(capsys, *words, "--weights=ema", "--batches=1")
