@@ -20,7 +20,8 @@ from jaxlm.nn.linear import Linear, Product, parameter
 from jaxlm.nn.stack import Caches, Stack, StackSpec, Unstacked
 from jaxlm.parallel.rules import constrain
 
-SCORE_HEADS = "reward/", "value/"  # path prefixes of the heads of a reward model, and of PPO
+# Path prefixes of the heads that an objective adds: of a reward model, of PPO, of later tokens.
+ADDED_HEADS = "reward/", "value/", "heads/"
 
 
 class Head(nnx.Module):

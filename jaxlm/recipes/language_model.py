@@ -38,6 +38,7 @@ from jaxlm.recipes.use.load import (
     LoadedRun,
     Weights,
     check_generates,
+    check_scores,
     is_model_of_another_library,
     load_run,
 )
@@ -154,9 +155,10 @@ class LanguageModel:
     def score(self, text: str) -> TextScores:
         """Return the negative log-probability of each token of a text that begins a document.
 
-        Raises ConfigError if the model is bidirectional, or the text exceeds its positions.
+        Raises ConfigError if the model is bidirectional or has an encoder, or the text exceeds its
+        positions.
         """
-        check_generates(self.loaded, is_chat=False)
+        check_scores(self.loaded)
         before, ids = self.tokenizer.before or self.tokenizer.after, self.tokenizer.encode(text)
         known = np.array([*before, *ids], np.int32)
         limit = self.loaded.model.blueprint.text_positions

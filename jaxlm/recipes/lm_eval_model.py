@@ -61,7 +61,7 @@ class LmEvalModel(LM):
         super().__init__()
         self._model = language_model.load(run)
         loaded = self._model.loaded
-        load.check_generates(loaded, is_chat=False)
+        load.check_scores(loaded)
         self._length = sequence or loaded.run.data.sequence
         mesh, blueprint = loaded.model.mesh, loaded.model.blueprint
         chunk = setup.pass_chunk(loaded.run)

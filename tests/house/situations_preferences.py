@@ -4,6 +4,7 @@ import sys
 
 from tests.house.situation import CONFIG, Situation
 from tests.house.situations_recipes import trained
+from tests.house.situations_serving import T5
 from tests.house.situations_texts import _shell
 
 PAIRS = _shell(
@@ -118,6 +119,9 @@ SITUATIONS: dict[str, Situation] = {
         f"{ASK}; {PAIRS}",
         "--config.train.steps=1 --config.train.batch=4 --config.data.validation=20%",
     ),
+    "a judge with an encoder": Situation(
+        f"{COLLECT} --prompts=p.txt --judge=judge:runs/t5 --out=c", f"{ASK}; {T5}"
+    ),
     "prompts that are nowhere": Situation(
         f"{COLLECT} --prompts=p.jsonl --judge=ended --out=c", code=66
     ),
@@ -162,6 +166,7 @@ SLOW = {
     "an export of a reward model",
     "a collection without prompts",
     "a judge that is no reward model",
+    "a judge with an encoder",
     "a start from a reward model",
     "a win rate without a judge",
     "another collection in the folder",

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.t5 import T5
+from jaxlm.recipes import language_model
 from jaxlm.recipes.use import load as opening
+from jaxlm.recipes.use.asked_model import YesNoModel
 from tests.cli.test_import_tokenizers import FORMS
 from tests.cli.test_import_tokenizers import write as with_tokenizer
 from tests.faults import harness
@@ -63,6 +66,14 @@ def test_an_encoder_decoder_learns_what_was_cut_out_and_writes(trained, capsys):
     code, answer = call(capsys, *asked, "--chat")
     assert code == 2
     assert "encoder-decoder" in answer["error"]["what"]
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_has_no_probabilities_of_a_text(trained):
+    with pytest.raises(ConfigError, match="no probabilities of a text"):
+        language_model.load(trained).score("one two")
+    with pytest.raises(ConfigError, match="no probabilities of a text"):
+        YesNoModel(str(trained), "--judge")
 
 
 @pytest.mark.slow

@@ -61,6 +61,30 @@ def test_the_next_token_is_what_is_compared_and_the_others_are_told(run, capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--config.tune.name=lora",)])
+def test_another_objective_begins_without_the_heads(config, run, tmp_path, flags):
+    causal = ("--config.objective.name=causal", f"--init_from={run}", "--stop_at=1")
+    begun = harness.trained(config, tmp_path / "run", *causal, *flags)
+    first = next(r for r in harness.records(begun) if r["split"] == "val")
+    (last,) = (r for r in harness.records(run) if (r["split"], r["step"]) == ("val", 4))
+    assert (first["step"], first["loss_nats"]) == (0, pytest.approx(last["loss_nats"], rel=1e-5))
+    assert f"left out: the heads for later tokens of {run}" in (begun / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_heads_begin_at_random_on_a_model_without_them(config, tmp_path):
+    plain = ("--config.objective.name=causal", "--config.train.steps=2")
+    base = harness.trained(config, tmp_path / "base", *plain)
+    begun = harness.trained(config, tmp_path / "run", f"--init_from={base}", "--stop_at=1")
+    losses = [
+        next(r["loss_nats"] for r in harness.records(each) if (r["split"], r["step"]) == at)
+        for each, at in ((base, ("val", 2)), (begun, ("val", 0)))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "random at first: the heads for later tokens" in (begun / "log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_an_export_says_that_it_leaves_the_heads_out(run, tmp_path, capsys):
     assert main(["export", f"--workdir={run}", f"--out={tmp_path / 'hub'}"]) == 0
     assert "left out: 2 heads" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults, tree
 from jaxlm.core.errors import ANOTHER, DataError, Diverged, NotWritable, SaveFailed
 from jaxlm.data import loader
-from jaxlm.models.heads import SCORE_HEADS
+from jaxlm.models.heads import ADDED_HEADS
 from jaxlm.monitor import formatting
 from jaxlm.optim import average
 from jaxlm.recipes.config import Run
@@ -411,8 +411,8 @@ def first_state(programs: TrainPrograms, store: Store) -> TrainState:
 def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
-    A new adapter begins at its base instead, and a new head of scores at 0. Raises DataError if the
-    parameters do not fit the model.
+    A new adapter begins at its base instead, a new head of scores at 0, and new heads of later
+    tokens at random weights. Raises DataError if the parameters do not fit the model.
     """
     if programs.base is not None and source.adapter is None:
         return programs.init_state()
@@ -423,10 +423,10 @@ def state_from(programs: TrainPrograms, source: InitSource) -> TrainState:
     new = [
         path
         for path in tree.leaves(stored)
-        if path.startswith(SCORE_HEADS) and f"params/{path}" not in layout
+        if path.startswith(ADDED_HEADS) and f"params/{path}" not in layout
     ]
     params = source.store.restore_part(
-        source.step, "params", tree.drop_leaves(stored, new), left_out=SCORE_HEADS
+        source.step, "params", tree.drop_leaves(stored, new), left_out=ADDED_HEADS
     )
     params = _cast(tree.merge_leaves(fresh.params, params), target.params)
     if fresh.average is None:

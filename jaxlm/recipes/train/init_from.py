@@ -13,6 +13,7 @@ from jaxlm.core.config import Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, InputMissing
 from jaxlm.core.problems import DEFAULT, short
 from jaxlm.data import tokenizer_file
+from jaxlm.objectives.config import mtp_heads
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
@@ -72,6 +73,11 @@ def find_init_source(
         warn(
             f"left out: the value head of {source.workdir}; {run.objective.name} predicts no value"
         )
+    heads, more = mtp_heads(source.run.objective), mtp_heads(run.objective)
+    if heads is not None and more is None:
+        warn(f"left out: the heads for later tokens of {source.workdir}")
+    if heads is None and more is not None and not is_begun:
+        warn(f"random at first: the heads for later tokens, which {source.workdir} has not")
     if not (is_begun or isinstance(source.run.average, NoAverage)):
         warn(f"the run begins with the parameters of {source}, not with their average")
     size = tokenizer_file.read(source.workdir / "tokenizer").size

@@ -60,14 +60,14 @@ class AskedModel:
 
     Raises:
       InputMissing: if there is no such run.
-      ConfigError: if its model does not continue text, or both words begin with the same token.
+      ConfigError: if its model does not continue a text token by token, or both words begin with the same token.
     """
 
     def __init__(self, ref: str, flag: str, words: tuple[str, str], say: Log = lambda _: None):
         source = load.open_run_ref(ref, flag, say)
         self._scorer = RowScorer(source, say)
         opened, self.digest = self._scorer.opened, source.digest
-        load.check_generates(opened, is_chat=False)
+        load.check_scores(opened)
         self._tokenizer: Tokenizer = opened.tokenizer
         if chat_templates.of_folder(source.workdir / chat_templates.HUB) is not None:
             template = template_of(source.workdir, say=say)

@@ -23,7 +23,7 @@ from jaxlm.core.hub import PREFIX
 from jaxlm.core.sections import show
 from jaxlm.data import tokenizer_file
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.models.heads import SCORE_HEADS
+from jaxlm.models.heads import ADDED_HEADS
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
@@ -374,13 +374,13 @@ def load_base(source: InitSource, model: setup.ShardedModel) -> Any:
 
     Each is quantized, or cast, when it is read: no more than one is in memory as it is stored.
     """
-    added = [path for path in tree.leaves(model.plain.shapes) if path.startswith(SCORE_HEADS)]
+    added = [path for path in tree.leaves(model.plain.shapes) if path.startswith(ADDED_HEADS)]
     shapes, layout = (
         tree.drop_leaves(each, added) for each in (model.plain.shapes, model.plain_shardings)
     )
     plain = states.abstract(shapes, layout)
     stored = in_stored_dtypes({"params": plain}, source.store.layout(source.step))["params"]
-    source.store.check_layout(source.step, {"params": stored}, left_out=SCORE_HEADS)
+    source.store.check_layout(source.step, {"params": stored}, left_out=ADDED_HEADS)
     targets = tree.leaves(setup.abstract_base(model))
     quantized = surgery.quantized_weights(model.stored)
     base: dict[str, jax.Array] = {}
@@ -514,6 +514,19 @@ def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
         fix = "without --chat a prompt is read as it is"
         why = f"{opened.run.model.family} does not continue its input"
         raise ConfigError(what, where="--chat", why=why, fix=fix)
+
+
+def check_scores(opened: LoadedRun) -> None:
+    """Raise ConfigError if the model of a run has no probability of each token of a text."""
+    check_generates(opened, is_chat=False)
+    if opened.run.architecture == "encoder-decoder":
+        workdir = shlex.quote(str(opened.workdir))
+        raise ConfigError(
+            "this model has no probabilities of a text",
+            where=f"model.family={opened.run.model.family}",
+            why="it reads one text and writes another",
+            fix=f"jaxlm eval --workdir={workdir}    # what such a model can do",
+        )
 
 
 def select_step(
