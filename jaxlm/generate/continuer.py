@@ -43,6 +43,7 @@ class Continuer:
       tokenizer: the tokenizer, of a chat or of the run.
       sizes: sizes of the engine.
       limits: `max_tokens` and `stop` of each text.
+      both_ways: attention within a prompt is bidirectional, which the engine does not support.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class Continuer:
         tokenizer: Tokenizer,
         sizes: EngineSettings,
         limits: GenerateConfig,
+        *,
+        both_ways: bool = False,
     ):
+        self._both_ways = both_ways
         self._blueprint, self._tokenizer = blueprint, tokenizer
         self._sizes, self._limits = sizes, limits
         self._programs: Programs | None = None
@@ -59,7 +63,7 @@ class Continuer:
 
     def texts(self, params: Any, asks: Sequence[Ask]) -> list[Continuation]:
         """Return the continuation of each prompt, without its log-probabilities."""
-        if is_supported(self._blueprint):
+        if is_supported(self._blueprint) and not self._both_ways:
             return self._by_engine(params, asks)
         return self._in_passes(params, asks)
 
@@ -114,7 +118,8 @@ class Continuer:
     def _sampler(self, temperature: float) -> Sampler:
         if temperature not in self._samplers:
             config = dataclasses.replace(self._limits, temperature=temperature)
-            self._samplers[temperature] = Sampler(config, self._blueprint, self._tokenizer)
+            model = self._blueprint, self._tokenizer
+            self._samplers[temperature] = Sampler(config, *model, both_ways=self._both_ways)
         return self._samplers[temperature]
 
 

@@ -172,14 +172,7 @@ def open_run(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -
     """Return the run. Raises ConfigError if its model cannot continue text in chunks."""
     reader = adapters.reader(options.adapter, say)
     opened = load.load_run(workdir, adapter=reader, say=say, **selection)
-    load.check_generates(opened, is_chat=False)
-    if opened.run.objective.prompts == "both ways":
-        raise ConfigError(
-            "jaxlm serve reads prompts from left to right",
-            where=f"objective.name={opened.run.objective.name}",
-            why="this model reads a prompt in both directions, as a whole",
-            fix="`jaxlm generate` continues prompts of this model",
-        )
+    load.check_left_to_right(opened, "serve")
     return opened
 
 

@@ -11,6 +11,7 @@ from jaxlm.generate import continuer, engine
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.continuer import Ask, Continuer, chunk_of
 from jaxlm.generate.engine import COMPILED, EngineSettings
+from jaxlm.generate.sampler import Sampler
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
 from tests.generate.test_engine import CONTEXT, TOKENIZER, made
@@ -57,6 +58,20 @@ def test_texts_are_those_of_passes_in_any_order_and_compile_once(model, monkeypa
     in_passes = Continuer(blueprint, TOKENIZER, dataclasses.replace(SIZES, rows=4), LIMITS)
     assert in_passes.texts(params, asks) == texts
     assert in_passes.texts(others, asks[:2]) == of_others[:2]
+
+
+def test_a_prompt_that_is_read_both_ways_is_continued_as_by_the_sampler(model):
+    blueprint, params = model
+    asks = [each._replace(temperature=0.0) for each in asked(4)]
+    both = Continuer(blueprint, TOKENIZER, SIZES, LIMITS, both_ways=True).texts(params, asks)
+    config = dataclasses.replace(LIMITS, temperature=0.0)
+    sampler = Sampler(config, blueprint, TOKENIZER, both_ways=True)
+    ids = [each.ids for each in asks]
+    keys = [jax.random.key(0)] * len(asks)
+    assert [each.ids for each in both] == [
+        each.ids for each in sampler.continue_rows(params, ids, keys)
+    ]
+    assert both != Continuer(blueprint, TOKENIZER, SIZES, LIMITS).texts(params, asks)
 
 
 def test_a_mesh_that_splits_batches_has_passes(model):

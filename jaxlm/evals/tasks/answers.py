@@ -36,6 +36,7 @@ class Writer:
       tokenizer: the tokenizer, of a chat or of the run.
       lengths: tokens of each prompt of the task.
       seed: seed of drawn answers.
+      both_ways: the model reads a prompt in both directions.
     """
 
     def __init__(
@@ -45,11 +46,14 @@ class Writer:
         tokenizer: Tokenizer,
         lengths: Sequence[int],
         seed: int,
+        *,
+        both_ways: bool = False,
     ):
         self._kind, self._seed, self.max_tokens = kind, seed, kind.max_tokens
         self.sizes = sizes_of(lengths, kind.max_tokens, ROWS)
         limits = GenerateConfig(prompts=(), max_tokens=kind.max_tokens, stop=kind.stop)
-        self._continuer = Continuer(blueprint, tokenizer, self.sizes, limits)
+        model = blueprint, tokenizer
+        self._continuer = Continuer(*model, self.sizes, limits, both_ways=both_ways)
 
     def write(
         self, params: Any, prompts: Sequence[ScoringRequest], names: Sequence[str]

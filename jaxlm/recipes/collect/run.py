@@ -114,7 +114,7 @@ def collect(
     judges.check_answers(truth, settings.truth, asked, settings.prompts, TRUTH_FLAG)
     principles = critique.read(Path(settings.critique)) if settings.critique else None
     opened = load.load_run(workdir, say=say, **selection)
-    load.check_generates(opened, is_chat=False)
+    load.check_left_to_right(opened, "collect")
     facts = _facts(opened, settings, judge, asked, str(selection.get("weights", "raw")))
     if principles is not None:
         facts |= {"principles": principles.digest, "rounds": settings.rounds}

@@ -65,7 +65,8 @@ class TaskScores:
             for each in read:
                 probe = PreparedTask(each, settings, tokenizers, rows)
                 self._prepared.append(self._limited(probe, len(read)))
-        self._scorers = tasks.scorers(self._prepared, blueprint)
+        both_ways = run.objective.prompts == "both ways"
+        self._scorers = tasks.scorers(self._prepared, blueprint, both_ways=both_ways)
 
     def _number_of_passes(self) -> int | None:
         """Return how often the tasks are scored; None if the interval is a time."""

@@ -516,6 +516,18 @@ def check_generates(opened: LoadedRun, *, is_chat: bool) -> None:
         raise ConfigError(what, where="--chat", why=why, fix=fix)
 
 
+def check_left_to_right(opened: LoadedRun, verb: str) -> None:
+    """Raise ConfigError if the model of a run does not continue a text, or reads it both ways."""
+    check_generates(opened, is_chat=False)
+    if opened.run.objective.prompts == "both ways":
+        raise ConfigError(
+            f"jaxlm {verb} reads prompts from left to right",
+            where=f"objective.name={opened.run.objective.name}",
+            why="this model reads a prompt in both directions, as a whole",
+            fix="`jaxlm generate` continues prompts of this model",
+        )
+
+
 def check_scores(opened: LoadedRun) -> None:
     """Raise ConfigError if the model of a run has no probability of each token of a text."""
     check_generates(opened, is_chat=False)

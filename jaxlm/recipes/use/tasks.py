@@ -138,7 +138,8 @@ def score_tasks(
       `say`: receives log lines.
       batch: rows of a pass of scored items, see `Scorer`.
     """
-    of_tasks = scorers(prepared, opened.model.blueprint, batch)
+    both_ways = opened.run.objective.prompts == "both ways"
+    of_tasks = scorers(prepared, opened.model.blueprint, batch, both_ways=both_ways)
     with jax.set_mesh(opened.model.mesh):
         model = ScoredModel(
             params=opened.params,
@@ -171,7 +172,11 @@ def _explained(
 
 
 def scorers(
-    prepared: Sequence["PreparedTask"], blueprint: Blueprint, batch: int | None = None
+    prepared: Sequence["PreparedTask"],
+    blueprint: Blueprint,
+    batch: int | None = None,
+    *,
+    both_ways: bool = False,
 ) -> list[Scorer | Writer]:
     """Return the scorer of each task of a model, which is the same object, or its writer.
 
@@ -179,10 +184,11 @@ def scorers(
       prepared: the tasks, prepared for one model and one length of rows.
       blueprint: the model.
       batch: rows of a pass of scored items, see `Scorer`.
+      both_ways: the model reads a prompt that it answers in both directions.
     """
     first = prepared[0]
     shared = Scorer(blueprint.merge, first.mesh, first.pad, is_shared=first.is_shared, batch=batch)
-    return [each.writer(blueprint) or shared for each in prepared]
+    return [each.writer(blueprint, both_ways=both_ways) or shared for each in prepared]
 
 
 def read_tasks(paths: Sequence[str], flag: str = "--tasks") -> list[Task]:
@@ -405,13 +411,14 @@ class PreparedTask:
             fix="--too_long=skip" if is_option else f"{flag}={most}",
         )
 
-    def writer(self, blueprint: Blueprint) -> Writer | None:
+    def writer(self, blueprint: Blueprint, *, both_ways: bool = False) -> Writer | None:
         """Return the programs that write the task's answers with a model; None without any."""
         tokenizers, kind = self._tokenizers, self.task.kind
         if not isinstance(kind, Answer):
             return None
         tokenizer = tokenizers.chat or tokenizers.text
-        return Writer(kind, blueprint, tokenizer, self._lengths, self._settings.seed)
+        seed = self._settings.seed
+        return Writer(kind, blueprint, tokenizer, self._lengths, seed, both_ways=both_ways)
 
     def score(self, scorer: Scorer | Writer, params: Any, block: slice) -> list[dict[str, Any]]:
         """Return the samples of a block of items."""

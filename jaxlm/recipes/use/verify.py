@@ -211,7 +211,9 @@ class AnswerVerifier:
             ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
             sizes = sizes_of(lengths, tokens, -(-min(batch, len(asks)) // ways))
             limits = GenerateConfig(prompts=(), max_tokens=tokens)
-            continuer = Continuer(opened.model.blueprint, self._tokenizer, sizes, limits)
+            model = opened.model.blueprint, self._tokenizer
+            both_ways = opened.run.objective.prompts == "both ways"
+            continuer = Continuer(*model, sizes, limits, both_ways=both_ways)
             explain = functools.partial(oom.texts_error, longest=max(lengths), fewer="--batch={}")
             decoder = opened.model.blueprint.config
             with oom.explain_engine_oom(opened.run, decoder, sizes, None, explain):
