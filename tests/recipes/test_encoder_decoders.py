@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.t5 import T5
 from jaxlm.recipes import language_model
 from jaxlm.recipes.use import load as opening
-from jaxlm.recipes.use.asked_model import YesNoModel
+from jaxlm.recipes.use.llm_judge import YesNoModel
 from tests.cli.test_import_tokenizers import FORMS
 from tests.cli.test_import_tokenizers import write as with_tokenizer
 from tests.faults import harness
