@@ -73,10 +73,10 @@ def find_init_source(
         warn(
             f"left out: the value head of {source.workdir}; {run.objective.name} predicts no value"
         )
-    heads, more = mtp_heads(source.run.objective), mtp_heads(run.objective)
-    if heads is not None and more is None:
+    had_heads, has_heads = (mtp_heads(each.objective) is not None for each in (source.run, run))
+    if had_heads and not has_heads:
         warn(f"left out: the heads for later tokens of {source.workdir}")
-    if heads is None and more is not None and not is_begun:
+    if has_heads and not had_heads and not is_begun:
         warn(f"random at first: the heads for later tokens, which {source.workdir} has not")
     if not (is_begun or isinstance(source.run.average, NoAverage)):
         warn(f"the run begins with the parameters of {source}, not with their average")

@@ -60,7 +60,8 @@ class AskedModel:
 
     Raises:
       InputMissing: if there is no such run.
-      ConfigError: if its model does not continue a text token by token, or both words begin with the same token.
+      ConfigError: if its model does not continue a text token by token, or both words begin with
+        the same token.
     """
 
     def __init__(self, ref: str, flag: str, words: tuple[str, str], say: Log = lambda _: None):

@@ -108,7 +108,7 @@ def test_a_teacher_that_cannot_teach_is_refused(
 
 @pytest.mark.parametrize("kind", ["masked", pytest.param("prefix", marks=pytest.mark.slow)])
 def test_a_run_that_predicts_no_next_token_teaches_nothing(config, teacher, tmp_path, capsys, kind):
-    """As a teacher, as that of `jaxlm teach`, and as the reference of preferences and policies."""
+    """It is no teacher, and no reference of preferences and policies."""
     copy = tmp_path / kind
     shutil.copytree(teacher, copy)
     settings = json.loads((copy / "config.json").read_text())

@@ -57,7 +57,7 @@ KINDS = {
 @pytest.mark.few(3)
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 def test_the_flops_of_a_step_are_those_of_the_plan(settings):
-    """Of a policy, samples alone have logits."""
+    """Only samples of a policy have logits."""
     sizes = {"vocab": 64, "width": 32, "depth": 1, "heads": 2}
     model = {f"model.{name}": str(size) for name, size in sizes.items()}
     settings = model | {"model.family": "gpt2", "data.sequence": "32"} | settings
