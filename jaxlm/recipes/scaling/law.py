@@ -185,6 +185,8 @@ def _read(folder: Path) -> FinishedRun | str:
     end = getattr(run.schedule, "end", None)
     if end is not None and (ends := end.steps(steps, run.pace)) != steps:
         return f"its learning rate decays until step {ends}, but the run ends at {steps}"
+    if any(record["step"] == 0 for record in records):
+        return "it began with the weights of another run"
     starts = resume.read_starts(folder)
     if not starts:
         return "it has no starts.jsonl, which records its data"

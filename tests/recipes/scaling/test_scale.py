@@ -256,6 +256,17 @@ def test_a_run_that_did_not_come_to_its_end_is_left_out_and_named(runs, capsys, 
     assert [line for line in answer["left_out"] if why in line and "other" in line]
 
 
+def test_a_run_that_begins_with_weights_of_another_is_left_out(runs, capsys):
+    """Its losses are not those of its tokens alone."""
+    write_run(runs / "other", 64, 100)
+    file = runs / "other/metrics.jsonl"
+    first = {"step": 0, "split": "val", "tokens": 999, "loss_nats": 3.0}
+    file.write_text(json.dumps(first) + "\n" + file.read_text())
+    code, answer = scale(capsys, "--budget=1e12", f"--workdir={runs}")
+    assert (code, len(answer["runs"])) == (0, 6)
+    assert any("other: it began with the weights" in line for line in answer["left_out"])
+
+
 @pytest.mark.parametrize(
     ("present", "missing"),
     [
