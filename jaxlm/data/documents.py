@@ -1,5 +1,6 @@
 """Documents of the files that patterns match, and of Python's own library."""
 
+import copy
 import dataclasses
 import functools
 import glob
@@ -174,14 +175,13 @@ class Corpus:
             before += path.stat().st_size
 
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
-        error = first.error
+        error = copy.copy(first.error)  # the class of the error is part of it
         assert error is not None
-        why = (
-            f"{error.why}; {dropped} of the {read} records so far "
-            f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "
-            "them may be"
+        error.why += (
+            f"; {dropped} of the {read} records so far {'are' if dropped > 1 else 'is'} broken, "
+            f"data.max_dropped = {self.max_dropped:g} of them may be"
         )
-        return DataError(error.what, where=error.where, why=why, fix=error.fix)
+        return error
 
 
 def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataError:

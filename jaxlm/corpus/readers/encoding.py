@@ -117,9 +117,8 @@ def _legacy(data: bytes, start: int) -> str:
     options: dict[str, Any] = {"cp_isolation": LEGACY, "enable_fallback": False}
     best = charset_normalizer.from_bytes(probe, **options).best()
     others = len(probe) - len(probe.translate(None, bytes(range(128, 256))))
-    # A word or two in letters outside ASCII fit any encoding.
-    is_known = best is not None and others >= min(_FEW, len(probe) / 4)
-    if is_known and best.encoding not in ALPHABETS:
+    is_known = others >= min(_FEW, len(probe) / 4)  # a word or two fit any encoding
+    if best is not None and is_known and best.encoding not in ALPHABETS:
         return best.encoding
     # The library confuses encodings of Latin script, also for whole pages.
     return max(ALPHABETS, key=lambda name: _share_of_alphabet(probe, name))
