@@ -222,7 +222,7 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
         ("sources=web", "'web' is not NAME=VALUE", "jaxlm config explain sources"),
         ("sources=web=a,web=b", "'web' is listed twice", "--config.sources=web=a"),
         ("sources=()", "no sources", "jaxlm config explain sources"),
-        ("tokenizer=words", "'words' is not one of", "jaxlm config explain tokenizer"),
+        ("tokenizer=words", "'words' is none of", "jaxlm config explain tokenizer"),
     ],
 )
 def test_what_is_wrong_with_a_mix_is_said_with_what_to_paste(
