@@ -158,8 +158,9 @@ class GuardConfig:
     window: int = setting(128, "accepted steps that a spike is compared with", unit="steps", low=8)
     sigmas: float | None = setting(
         6.0,
-        "robust standard deviations above the median at which a loss or gradient norm is a spike; "
-        "None skips only values that are not finite",
+        "robust standard deviations above the median at which a loss or gradient norm is a spike, "
+        "ten times as many for the norm with optim.clip_norm, and more if spikes recur; None skips "
+        "only values that are not finite",
         above=0.0,
     )
     budget: int = setting(10, "bad steps in a row after which the run rewinds", unit="steps", low=1)

@@ -36,6 +36,11 @@ NORMAL_CONSISTENT = 1.4826
 # 10% for norms, 7 and 6 of 2,000 steps of a healthy run were skipped, at 1.7 times the median of an
 # earlier level.
 MIN_SPREAD_LOSS, MIN_SPREAD_NORM = 0.02, 0.2
+# Few files of another kind, as some in CRLF, are spikes whenever they are read. If they are skipped
+# each time, the model never learns them, and their gradients grow. So skips that recur raise the
+# limits: each such share of the steps doubles them; some steps are added to the first of a run.
+DOUBLING_SHARE, FIRST_STEPS = 0.002, 200
+CLIPPED = 10  # times as far from the median is a norm a spike if the gradient is clipped
 LEVEL_SHIFT = 8  # gradient spikes in a row that count as a new level
 # At the minimum, the guard handles overflows; without a maximum the scale would become infinite.
 MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
@@ -75,6 +80,8 @@ def judge(
     norm: Float[Array, ""],
     config: GuardConfig,
     *,
+    step: Int[Array, ""] | int | None,
+    is_clipped: bool = False,
     is_empty: Bool[Array, ""] | bool = False,
     is_scaled: bool = False,
 ) -> tuple[Bool[Array, ""], Int[Array, ""], GuardState]:
@@ -84,9 +91,12 @@ def judge(
 
         median + sigmas x max(1.4826 x median absolute deviation, a share of the median)
 
-    of its window, once half of the window is filled. 8 gradient spikes in a row without a loss
-    spike are a new level: the step is applied and the windows start again. A loss that stays high
-    is no new level: the parameters are damaged, and only a rewind repairs them.
+    of its window, once half of the window is filled. The limit of the norm is 10 times as far from
+    the median if the gradient is clipped, as a step is then no larger than usual. Each 0.2% of the
+    steps that were skipped, without the last ones in a row, doubles both distances: spikes that
+    recur are data. 8 gradient spikes in a row without a loss spike are a new level: the step is
+    applied and the windows start again. A loss that stays high is no new level: the parameters are
+    damaged, and only a rewind repairs them.
 
     With a loss scale, a gradient that is not finite at a finite loss halves the scale;
     `loss_scale_growth` steps without one double it. At a scale of 1 such a gradient is an ordinary
@@ -97,6 +107,8 @@ def judge(
       loss: loss of the step, without the scale.
       norm: norm of the gradient, without the scale.
       config: settings of the guard.
+      step: completed steps of the run; None if skipped ones are no sign of its data.
+      is_clipped: True if the optimizer limits the norm of the whole gradient.
       is_empty: True if the weight of the batch is 0.
       is_scaled: True if the loss was scaled.
 
@@ -109,8 +121,12 @@ def judge(
     if config.sigmas is not None:
         is_warm = filled >= config.window // WARM
         valid = jnp.minimum(filled, config.window)
-        high_loss = is_warm & (loss > _limit(guard.losses, valid, config.sigmas, MIN_SPREAD_LOSS))
-        high_norm = is_warm & (norm > _limit(guard.norms, valid, config.sigmas, MIN_SPREAD_NORM))
+        earlier = guard.skipped - guard.in_a_row
+        share = 0.0 if step is None else earlier / (step + FIRST_STEPS)
+        sigmas = config.sigmas * jnp.exp2(share / DOUBLING_SHARE)
+        high_loss = is_warm & (loss > _limit(guard.losses, valid, sigmas, MIN_SPREAD_LOSS))
+        of_norms = sigmas * (CLIPPED if is_clipped else 1)
+        high_norm = is_warm & (norm > _limit(guard.norms, valid, of_norms, MIN_SPREAD_NORM))
         is_shift = high_norm & ~high_loss & ~bad_norm & (guard.in_a_row >= LEVEL_SHIFT)
         high_norm &= ~is_shift
         filled = jnp.where(is_shift, 0, filled)
@@ -156,7 +172,7 @@ def describe_verdict(verdict: int) -> str:
 
 
 def _limit(
-    window: Float[Array, "W"], valid: Int[Array, ""], sigmas: float, min_spread: float
+    window: Float[Array, "W"], valid: Int[Array, ""], sigmas: Float[Array, ""], min_spread: float
 ) -> Float[Array, ""]:
     middle = _median(window, valid)
     spread = NORMAL_CONSISTENT * _median(jnp.abs(window - middle), valid)

@@ -33,6 +33,8 @@ class StepSpec(GradientSpec):
     schedule: Callable[[Array], Array]  # learning rate by the number of applied updates
     key: Array  # root of the step's random numbers
     guard: GuardConfig  # limits beyond which a step is not applied
+    is_clipped: bool = False  # the optimizer limits the norm of the whole gradient
+    is_sampled: bool = False  # rows are samples of the model: some batches have no gradient
     # The function (params, opt_state) -> parameters at which the gradient is taken; None takes
     # it at the parameters.
     gradient_point: Callable[[Any, Any], Any] | None = None
@@ -98,6 +100,8 @@ def build_step(spec: StepSpec) -> Step:
             means["loss_nats"],
             grad_norm,
             spec.guard,
+            step=None if spec.is_sampled else state.step,
+            is_clipped=spec.is_clipped,
             is_empty=part.objective.weight == 0,
             is_scaled=is_scaled,
         )

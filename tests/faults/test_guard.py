@@ -309,9 +309,19 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
 
 
 @pytest.mark.slow
-def test_a_gradient_spike_of_the_real_run_is_skipped(config, tmp_path, monkeypatch):
-    broken(monkeypatch, "grads:spike=1000@30")
-    assert main(harness.words(config, tmp_path / "run", *WATCHED)) == 0
-    (spike,) = harness.records(tmp_path / "run", "spikes.jsonl")
-    assert (spike["step"], spike["kind"]) == (30, "gradient spike")
-    assert spike["grad_norm"] == pytest.approx(1000, rel=0.01)
+@pytest.mark.parametrize(
+    ("norm", "flags", "is_skipped"),
+    [(1000, [], True), (8, [], False), (8, ["--config.optim.clip_norm=None"], True)],
+)
+def test_a_gradient_spike_of_the_real_run_is_skipped(
+    config, tmp_path, monkeypatch, norm, flags, is_skipped
+):
+    """If the norm is clipped, so is a step: only a much larger one is skipped."""
+    broken(monkeypatch, f"grads:spike={norm}@30")
+    assert main(harness.words(config, tmp_path / "run", *WATCHED, *flags)) == 0
+    spikes = harness.records(tmp_path / "run", "spikes.jsonl")
+    assert [(each["step"], each["kind"]) for each in spikes] == [
+        (30, "gradient spike")
+    ] * is_skipped
+    for each in spikes:
+        assert each["grad_norm"] == pytest.approx(norm, rel=0.05)

@@ -16,7 +16,8 @@ def judged(state, losses, norms):
     """The verdicts of a series of steps, and the guard after them."""
 
     def one(state, values):
-        _, verdict, state = guard.judge(state, *values, CONFIG)
+        step = state.filled + state.skipped
+        _, verdict, state = guard.judge(state, *values, CONFIG, step=step)
         return state, verdict
 
     return jax.lax.scan(one, state, (losses, norms))
@@ -41,9 +42,24 @@ def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(s
     window = np.asarray(state.norms)
     middle = np.median(window)
     spread = 1.4826 * np.median(np.abs(window - middle))
-    _, verdict, after = guard.judge(state, jnp.float32(1.0), middle + sigmas * spread, CONFIG)
-    assert int(verdict) == (guard.GRAD_SPIKE if is_spike else 0)
-    assert bool((after.norms == state.norms).all()) == is_spike
+    for is_clipped, distance in ((False, sigmas), (True, guard.CLIPPED * sigmas)):
+        values = jnp.float32(1.0), middle + distance * spread
+        options = {"step": 400, "is_clipped": is_clipped}
+        _, verdict, after = guard.judge(state, *values, CONFIG, **options)
+        assert int(verdict) == (guard.GRAD_SPIKE if is_spike else 0)
+        assert bool((after.norms == state.norms).all()) == is_spike
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(3.0, 1.0), (1.0, 5.0), (3.0, 5.0)])
+def test_spikes_that_recur_are_data_and_one_now_and_then_is_none(loss, norm):
+    for every, least, most in ((50, 5, 40), (1000, 5, 5)):
+        is_high = jnp.arange(5000) % every == every - 1
+        levels = [jnp.where(is_high, level, 1.0) for level in (loss, norm)]
+        values = [level * series(5000, seed, spread=0.03) for seed, level in enumerate(levels)]
+        _, verdicts = judged(guard.init_guard(CONFIG), *values)
+        skipped = np.flatnonzero(np.asarray(verdicts))
+        assert is_high[skipped].all()
+        assert least <= len(skipped) <= most
 
 
 @pytest.mark.parametrize("level", [0.1, 5.0])
@@ -53,7 +69,10 @@ def test_values_that_hardly_differ_have_the_deviation_of_a_share_of_their_median
     for sigmas, is_spike in ((5.9, False), (6.1, True)):
         norm = jnp.float32(level * (1 + sigmas * guard.MIN_SPREAD_NORM))
         loss = jnp.float32(level * (1 + sigmas * guard.MIN_SPREAD_LOSS))
-        verdicts = [guard.judge(state, *each, CONFIG)[1] for each in ((level, norm), (loss, level))]
+        verdicts = [
+            guard.judge(state, *each, CONFIG, step=400)[1]
+            for each in ((level, norm), (loss, level))
+        ]
         expected = [guard.GRAD_SPIKE, guard.LOSS_SPIKE] if is_spike else [0, 0]
         assert [int(each) for each in verdicts] == expected
 
@@ -95,7 +114,7 @@ def test_c3_loss_and_gradient_are_told_apart(value):
         (good, bad, "gradient not finite"),
         (bad, bad, "loss not finite, gradient not finite"),
     ):
-        is_good, verdict, after = guard.judge(fresh, loss, norm, CONFIG)
+        is_good, verdict, after = guard.judge(fresh, loss, norm, CONFIG, step=0)
         assert not is_good
         assert guard.describe_verdict(int(verdict)) == words
         assert int(after.skipped) == 1
@@ -112,7 +131,7 @@ def test_without_sigmas_only_what_is_not_finite_is_skipped():
     config = GuardConfig(window=8, sigmas=None)
     state = guard.init_guard(config)
     for norm, is_good in ((1.0, True), (1e30, True), (jnp.nan, False)):
-        is_applied, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config)
+        is_applied, _, state = guard.judge(state, jnp.float32(1), jnp.float32(norm), config, step=0)
         assert bool(is_applied) == is_good
 
 

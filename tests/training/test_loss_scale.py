@@ -35,7 +35,7 @@ def judged(losses, norms, config=CONFIG):
     state, results = guard.init_guard(config), []
     for loss, norm in zip(losses, norms, strict=True):
         _, verdict, state = guard.judge(
-            state, jnp.float32(loss), jnp.float32(norm), config, is_scaled=True
+            state, jnp.float32(loss), jnp.float32(norm), config, step=0, is_scaled=True
         )
         results.append((int(verdict), state))
     return results

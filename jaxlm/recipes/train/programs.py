@@ -146,6 +146,8 @@ class TrainPrograms:
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
             guard=run.guard,
+            is_clipped=run.optim.clip_norm is not None,
+            is_sampled=run.objective.samples_answers,
             axes=self._axes,
             shardings=model.own(model.gradients),
             microbatches=microbatches,

@@ -13,11 +13,12 @@ from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.families.deepseek import DeepSeekV3
 from jaxlm.models.families.llama import Llama
+from jaxlm.optim.config import AdamW
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.programs import TrainPrograms, without_data
 from jaxlm.training.config import TrainConfig
 
 MODEL = Llama(vocab=512, width=32, depth=2, heads=4, kv_heads=4, hidden=64)
@@ -171,3 +172,12 @@ def test_activations_that_are_kept_on_the_host_are_on_no_device(names, on_host, 
     assert handed_on.count(":f32[2,8,16,32]") == on_devices
     assert text.count("devices=(MemorySpace.Host,)") == on_host
     assert (text.count("devices=(MemorySpace.Device,)") > 0) == (on_host > 0)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_the_guard_knows_if_the_gradient_is_clipped(clip_norm):
+    run = Run(model=MODEL, optim=AdamW(clip_norm=clip_norm), mesh=MeshConfig(data=1))
+    grid = mesh.build(run.mesh, jax.devices()[:1])
+    spec = without_data(run, grid, MODEL.vocab).spec
+    assert spec.is_clipped == (clip_norm is not None)
+    assert not spec.is_sampled
