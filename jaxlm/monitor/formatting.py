@@ -33,9 +33,11 @@ def size(amount: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format seconds as "1.2ms", "4.2s", "42s", "3m05s", "1h02m", "3d04h", "1y97d"; None -> "-"."""
+    """Format seconds as "42us", "1.2ms", "4.2s", "42s", "3m05s", "1h02m", "3d04h", "1y97d", "-"."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
+    if 0 < seconds < 0.995e-4:
+        return f"{1e6 * seconds:.2g}us"
     if seconds < 0.0995:
         return f"{1e3 * seconds:.1f}ms" if seconds else "0s"
     if seconds < 9.95:

@@ -305,6 +305,8 @@ def test_weights_that_are_not_finite_and_rows_of_no_block_are_refused(capsys, tm
     ("scheme", "storage"),
     [
         ("int4_zero --block=32", "Q4_1"),
+        ("int4_zero --block=64", "Q4_1"),  # of 96 inputs the last block has 32
+        ("int4 --block=64", "Q4_0"),
         ("int8", "Q8_0"),
         ("int4 --block=32", "Q4_0"),
         ("w4a8", "Q4_0"),

@@ -90,13 +90,18 @@ def stored_numbers(run, path, row):
         if f"params/{path}_{name}" in harness.store(run).arrays(0)
     }
     codes, scales = (leaves[name].reshape(len(leaves[name]), -1) for name in ("codes", "scales"))
-    base = json.loads((run / "config.json").read_text())["tune"]["base"]
-    if base.startswith(("int4", "w4a8")):
+    tune = json.loads((run / "config.json").read_text())["tune"]
+
+    def of_inputs(values):  # the last block may have fewer inputs
+        size = len(codes) if tune["block"] == "all" else tune["block"]
+        return np.repeat(values, size, 0)[: len(codes)]
+
+    if tune["base"].startswith(("int4", "w4a8")):
         pairs = np.stack([codes & 15, codes >> 4], 1)
         codes = pairs.reshape(2 * len(codes), -1).astype(np.int64)
         zero = leaves["zeros"].reshape(scales.shape) if "zeros" in leaves else 8 + 0 * scales
-        codes = codes - np.repeat(zero, len(codes) // len(scales), 0)
-    return (codes.astype(np.float64) * np.repeat(scales, len(codes) // len(scales), 0)).T
+        codes = codes - of_inputs(zero)
+    return (codes.astype(np.float64) * of_inputs(scales)).T
 
 
 @pytest.mark.slow

@@ -239,11 +239,17 @@ def code_steps(
             continue
         inputs = each.parts[0].sizes[0]
         size = inputs if format.block == "all" else format.block
-        if len(each.parts) > 1 or each.layout == "same" or inputs % size or size % 32:
+        if len(each.parts) > 1 or each.layout == "same" or inputs % 32 or size % 32:
             return None, {}
         leaves = {one.name.rpartition("_")[2]: one for one in leaf_tensors([each], layers)}
-        zeros = leaves[ZERO].joined(leaf) if ZERO in leaves else None
-        steps_of[each.name] = CodeSteps(leaves[SCALE].joined(leaf), zeros)
+        # Of blocks of 32; the last block of a format may have fewer inputs.
+        steps = [
+            np.repeat(leaves[name].joined(leaf), size // 32, 1)[:, : inputs // 32]
+            if name in leaves
+            else None
+            for name in (SCALE, ZERO)
+        ]
+        steps_of[each.name] = CodeSteps(*steps)
     return (scheme, steps_of) if scheme and steps_of else (None, {})
 
 
