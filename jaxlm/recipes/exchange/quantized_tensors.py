@@ -243,13 +243,12 @@ def code_steps(
             return None, {}
         leaves = {one.name.rpartition("_")[2]: one for one in leaf_tensors([each], layers)}
         # Of blocks of 32; the last block of a format may have fewer inputs.
-        steps = [
-            np.repeat(leaves[name].joined(leaf), size // 32, 1)[:, : inputs // 32]
-            if name in leaves
-            else None
-            for name in (SCALE, ZERO)
-        ]
-        steps_of[each.name] = CodeSteps(*steps)
+        steps = {
+            name: np.repeat(one.joined(leaf), size // 32, 1)[:, : inputs // 32]
+            for name, one in leaves.items()
+            if name in (SCALE, ZERO)
+        }
+        steps_of[each.name] = CodeSteps(steps[SCALE], steps.get(ZERO))
     return (scheme, steps_of) if scheme and steps_of else (None, {})
 
 
