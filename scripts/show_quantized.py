@@ -53,7 +53,7 @@ def table(rows: list[Figures], speeds: list[float] | None) -> str:
             row["codes"],
             f"{row['after']['bytes']:,}",
             f"{row['after']['loss_nats']:.4f} ({row['loss_growth']:+.3%})",
-            f"{row['kl_mean']:.2g}",
+            f"{row['kl_mean']:.2g}" if "kl_mean" in row else "-",
             f"{row['kl_999']:.2g}",
             f"{row['top1_agreement']:.2%}",
             f"{max(flips):.1%}" if flips else "",
