@@ -49,13 +49,15 @@ def table(rows: list[Figures], speeds: list[float] | None) -> str:
     for n in order:
         row = rows[n]
         flips = [task["flips"] for task in row["tasks"].values() if task["flips"] is not None]
+        distances = ["-"] * 3  # of a reward model, whose distributions are of no text
+        if "kl_mean" in row:
+            distances = [f"{row[name]:.2g}" for name in ("kl_mean", "kl_999")]
+            distances.append(f"{row['top1_agreement']:.2%}")
         cells = [
             row["codes"],
             f"{row['after']['bytes']:,}",
             f"{row['after']['loss_nats']:.4f} ({row['loss_growth']:+.3%})",
-            f"{row['kl_mean']:.2g}" if "kl_mean" in row else "-",
-            f"{row['kl_999']:.2g}",
-            f"{row['top1_agreement']:.2%}",
+            *distances,
             f"{max(flips):.1%}" if flips else "",
             f"{speeds[n]:.2f}" if speeds else "",
         ]
