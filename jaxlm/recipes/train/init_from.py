@@ -240,14 +240,6 @@ def write_base(directory: RunDir, source: InitSource, *, is_begun: bool) -> None
     directory.write_json(BASE, record)
 
 
-def recorded_start(workdir: Path) -> str | None:
-    """Return RUN@STEP of the first weights of a run with an adapter; None for another run."""
-    if not (workdir / BASE).is_file():
-        return None
-    base = read_json(workdir, BASE)
-    return "{run}@{step}".format_map(base.get("adapter", base))
-
-
 def find_start(
     record: dict[str, Any] | None, source: InitSource | None, warn: Log, verifier: Verifier
 ) -> InitSource:

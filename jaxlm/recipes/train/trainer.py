@@ -29,13 +29,12 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
 from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
-from jaxlm.recipes.train.init_from import recorded_start
 from jaxlm.recipes.train.programs import CompiledStep, Skips, TrainPrograms, compiled_memory
 from jaxlm.recipes.train.records import MetricsLogger
 from jaxlm.recipes.train.resume import ResumePoint
 from jaxlm.recipes.train.rollouts import Rollouts
 from jaxlm.recipes.train.task_scores import SPLIT, TaskScores
-from jaxlm.recipes.use.load import InitSource
+from jaxlm.recipes.use.load import InitSource, recorded_start
 from jaxlm.training import control
 from jaxlm.training.cadence import Cadence
 from jaxlm.training.control import Control
@@ -45,6 +44,7 @@ from jaxlm.training.loop import BudgetSpent, LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 from jaxlm.training.state import TrainState
 from jaxlm.tune import cost
+from jaxlm.tune.config import Full
 
 
 class Trainer(TrainLoop):
@@ -370,11 +370,14 @@ class Trainer(TrainLoop):
     def _new_alarm(self) -> DivergenceAlarm:
         run, data, progress = self.run_config, self.programs.data, self.progress
         ids, ranking_set = data.tokenizer.size, self.evaluator.ranking_set
+        init_from = self.context.options.init_from
+        if init_from is None and not isinstance(run.tune, Full):
+            init_from = recorded_start(self.context.directory.path)
         terms = AlarmTerms(
             ids=ids,
             rate=run.optim.lr,
             ranking_set=ranking_set or "train",
-            init_from=self.context.options.init_from or recorded_start(self.context.directory.path),
+            init_from=init_from,
             guard=run.guard,
         )
         divergence = None

@@ -145,6 +145,14 @@ def _parsed(ref: str, flag: str) -> tuple[Path, int | None]:
     return workdir, None if text is None else int(text)
 
 
+def recorded_start(workdir: Path) -> str | None:
+    """Return RUN@STEP of the first weights of a run with an adapter; None before it begins."""
+    if not (workdir / BASE).is_file():
+        return None
+    base = read_json(workdir, BASE)
+    return "{run}@{step}".format_map(base.get("adapter", base))
+
+
 def typed(flag: str, value: str) -> str:
     """Return a flag with its value, or the value of a positional argument.
 
