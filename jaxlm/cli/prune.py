@@ -16,7 +16,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
     doc = "layers from 0, as 0,2,4; even:N, N at even distances; harm:N, the N of most harm"
     add_flag(parser, "--keep", "LAYERS", str, doc, required=True)
-    add_flag(parser, "--batches", "N", 16, "batches of the validation set for each loss")
+    add_flag(parser, "--batches", "N", 16, "largest number of batches for each loss")
     doc = "glob of text for the losses (the validation set); repeatable"
     add_flag(parser, "--text", "GLOB", [], doc)
     parser.add_run_selection()
@@ -44,7 +44,7 @@ def run(args: Any, out: Output) -> int:
     lines = [
         *columns([["layer", "harm, nats", ""], *cells]),
         f"{target}: {len(answer['kept'])} layers, {answer['parameters']:,} parameters; "
-        f"{losses['before']:.4f} nats with all layers, {losses['after']:.4f} with these, of "
-        f"--batches={args.batches} of the validation set",
+        f"{losses['before']:.4f} nats with all layers, {losses['after']:.4f} with these, on "
+        f"{args.batches} batches at most",
     ]
     return out.result(answer, lines)

@@ -304,8 +304,8 @@ def _table(
     if not every:
         return [], {name: [] for name in curves}
     spaced = np.linspace(every[0], every[-1], COLUMNS + 1)
-    amounts = {min(every, key=lambda amount: abs(amount - each)) for each in spaced}
-    amounts |= {min(known[-1] for known in places.values() if known)}
+    nearest = {min(every, key=lambda amount: abs(amount - each)) for each in spaced}
+    amounts = sorted({*nearest, min(known[-1] for known in places.values() if known)})
     table = {}
     for name, points in curves.items():
         known, values = places[name], [p.value for p in points]
@@ -313,9 +313,9 @@ def _table(
             TableValue(float(np.interp(amount, known, values)), amount in known)
             if known and known[0] <= amount <= known[-1] * (1 + 1e-9)
             else None
-            for amount in sorted(amounts)
+            for amount in amounts
         ]
-    return sorted(amounts), table
+    return amounts, table
 
 
 def _too_few(count: int) -> str:

@@ -117,7 +117,7 @@ def lr_find(loaded: Loaded, options: LrFindOptions, say: Log = lambda _: None) -
     whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
-        teacher = _frozen_model(run, data, model, source, say)
+        teacher = _frozen_model(run, data, model, say)
         base = None
         if model.base:
             assert source is not None  # an adapter has one
@@ -177,13 +177,11 @@ def _with_batch_of_epochs(run: Run, loaded: Loaded, data: Data, ways: int, say: 
     return run.changed({"train.batch": batch})
 
 
-def _frozen_model(
-    run: Run, data: Data, model: ShardedModel, source: InitSource | None, say: Log
-) -> Teacher | None:
+def _frozen_model(run: Run, data: Data, model: ShardedModel, say: Log) -> Teacher | None:
     """Return the teacher of the objective, or the run that answers are compared with, if any."""
     named = run.objective.compared_with
     if named in (None, reference.START, reference.ADAPTER_OFF):
-        frozen = find_teacher(run, data, say, start=source)
+        frozen = find_teacher(run, data, say)
     else:
         frozen = reference.find_named(named, data.tokenizer.digest, say)
     return load_teacher(run, frozen, model) if frozen else None
