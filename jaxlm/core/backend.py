@@ -14,6 +14,7 @@ from jaxlm.core.precision_config import Float
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
+INTEL = "GenuineIntel"
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
@@ -38,13 +39,18 @@ def compiling_for(platform: str) -> Iterator[None]:
 
 def cpu_units() -> frozenset[str]:
     """Return which of `AMX` and `VECTORS` this CPU has, by Linux's CPU flags; empty elsewhere."""
-    return _shown(CPUINFO)
+    return _words(CPUINFO) & {AMX, VECTORS}
+
+
+def is_intel() -> bool:
+    """Return whether Linux names Intel as the vendor of this CPU; false on other systems."""
+    return INTEL in _words(CPUINFO)
 
 
 @functools.cache  # called for every weight; slow on machines with many cores
-def _shown(path: Path) -> frozenset[str]:
+def _words(path: Path) -> frozenset[str]:
     with contextlib.suppress(OSError):
-        return frozenset({AMX, VECTORS}.intersection(path.read_text().split()))
+        return frozenset({AMX, VECTORS, INTEL}.intersection(path.read_text().split()))
     return frozenset()
 
 

@@ -103,10 +103,11 @@ def greedy(blueprint, params, prompt, count, known=0):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("units", [{backend.AMX, backend.VECTORS}, set()])
-def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
-    """However the weights lie on this CPU or on another."""
-    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset(units))
+@pytest.mark.parametrize("words", [(backend.INTEL, backend.AMX), (backend.INTEL,), ()])
+def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, words, tmp_path, monkeypatch):
+    """In any layout of the weights, and with either factor of a product first."""
+    monkeypatch.setattr(backend, "CPUINFO", tmp_path / "cpuinfo")
+    backend.CPUINFO.write_text(" ".join(words))
     out = generate(*built, PROMPTS)
     assert out == [greedy(*built, prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in out}) == 3

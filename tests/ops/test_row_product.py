@@ -22,9 +22,27 @@ INPUTS, OUTPUTS = 40, 24
 
 
 @pytest.fixture
-def amx(monkeypatch):
-    """The program of a CPU with AMX, on any CPU."""
-    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset({backend.AMX, backend.VECTORS}))
+def cpu(tmp_path, monkeypatch):
+    """Compile the programs of a CPU with this vendor and these flags, on any CPU."""
+
+    def described(*words):
+        path = tmp_path / " ".join(words or ["none"])
+        path.write_text(" ".join(words))
+        monkeypatch.setattr(backend, "CPUINFO", path)
+
+    return described
+
+
+@pytest.fixture
+def amx(cpu):
+    cpu(backend.INTEL, backend.AMX, backend.VECTORS)
+
+
+@pytest.fixture(params=["AMX", "Intel", "AMD"])
+def kind(request, cpu):
+    words = {"AMX": (backend.INTEL, backend.AMX), "Intel": (backend.INTEL,), "AMD": ()}
+    cpu(*words[request.param])
+    return request.param
 
 
 def operands(rows, dtype):
@@ -45,7 +63,7 @@ def program(rows, dtype, side):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("rows", "side"), [(1, 1), (3, 1), (3, 0), (1, 0), (200, 1)])
-def test_the_product_is_that_of_float64(rows, side, dtype, amx):
+def test_the_product_is_that_of_float64(rows, side, dtype, kind):
     x, weight = operands(rows, dtype)
     out = program(rows, dtype, side)(x, weight.T if side else weight)
     exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
@@ -53,20 +71,48 @@ def test_the_product_is_that_of_float64(rows, side, dtype, amx):
     np.testing.assert_allclose(out, exact, atol=0 if dtype == "int8" else 1e-5, rtol=1e-5)
 
 
+def product_shape(rows, dtype, side=1):
+    """The shape of the result of the compiled product."""
+    text = program(rows, dtype, side).as_text()
+    return re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_few_rows_are_the_second_factor_where_a_cpu_has_amx(dtype, amx, monkeypatch):
+def test_few_rows_are_the_second_factor_where_that_is_faster(dtype, kind):
     """XLA copies the second factor into tiles; it may not swap the factors again."""
+    weight_first, rows_first = f"{OUTPUTS},3", f"3,{OUTPUTS}"
+    is_first = kind == "AMX" or (kind == "Intel" and dtype == "float32")
+    assert product_shape(3, dtype) == (weight_first if is_first else rows_first)
+    assert product_shape(3, dtype, side=0) == rows_first
+    most = row_product.FEW_ROWS if kind == "AMX" else row_product.FEW_ROWS_WITHOUT_AMX
+    assert product_shape(most + 1, dtype) == f"{most + 1},{OUTPUTS}"
+    if dtype != "float32":
+        duplicated = f"{OUTPUTS},2" if is_first else f"2,{OUTPUTS}"
+        assert product_shape(1, dtype) == duplicated
 
-    def shape(rows, side=1):
-        text = program(rows, dtype, side).as_text()
-        return re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
 
-    assert shape(3) == f"{OUTPUTS},3"
-    assert dtype == "float32" or shape(1) == f"{OUTPUTS},2", "one row is duplicated"
-    assert shape(3, side=0) == f"3,{OUTPUTS}"
-    assert shape(row_product.FEW_ROWS + 1) == f"{row_product.FEW_ROWS + 1},{OUTPUTS}"
-    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset())
-    assert shape(3) == f"3,{OUTPUTS}"
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_transposed_result_does_not_swap_the_factors(dtype, kind):
+    """As the heads of attention are: XLA would merge it into the product."""
+    sums = jnp.dtype("int32" if dtype == "int8" else "float32")
+    x, weight = operands(3, dtype)
+
+    def split(x, weight):
+        heads = dot_rows(x, weight, 1, sums).reshape(3, 1, 4, -1).astype(jnp.float32)
+        return jnp.tanh(heads.transpose(2, 3, 0, 1)).sum(0)
+
+    text = jax.jit(split).lower(x, weight.T).compile().as_text()
+    shape = re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
+    is_first = kind == "AMX" or (kind == "Intel" and dtype == "float32")
+    assert kind == "AMD" or shape == (f"{OUTPUTS},3" if is_first else f"3,{OUTPUTS}")
+
+
+def test_a_cpu_of_intel_reads_weights_by_output(kind):
+    weight = jnp.zeros((INPUTS, OUTPUTS))
+    layout, side = row_product.decode_layout(weight, 0)
+    assert (layout.shape, side) == (
+        ((INPUTS, OUTPUTS), 0) if kind == "AMD" else ((OUTPUTS, INPUTS), 1)
+    )
 
 
 def test_other_devices_keep_the_rows_first_on_a_host_with_amx(amx):

@@ -136,9 +136,9 @@ def searched(folder, family, beams, penalty):
 
 @pytest.mark.timeout(600)
 def test_eight_prompts_go_on_faster_than_its_generate_does():
-    """A model of 110M, each side in its better way; in float32 twice as fast on a CPU without AMX.
+    """A model of 110M, each side in its better way.
 
-    Wants the machine for itself.
+    Twice as fast in float32 on an AMD, and in bfloat16 on an Intel without units for it. Wants the machine for itself.
     """
     clean = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
     words = [sys.executable, str(BENCH), "--turns=2"]
@@ -149,8 +149,10 @@ def test_eight_prompts_go_on_faster_than_its_generate_does():
         max(actual[f"{side} {d}"] for d in DTYPES) for side in ("jaxlm", "transformers")
     )
     assert ours > 1.2 * theirs
-    if backend.AMX not in backend.cpu_units():
+    if not backend.is_intel():
         assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
+    elif not backend.cpu_units():
+        assert actual["jaxlm bfloat16"] >= 2 * actual["transformers bfloat16"]
     assert actual["same ids, jaxlm float32"] == 1
 
 
