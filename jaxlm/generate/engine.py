@@ -40,9 +40,11 @@ from jaxlm.generate.rows import ALL, RowSettings, Sampling
 from jaxlm.generate.slots import NO_SCORES, Arrival, Programs, Scores
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoderConfig
+from jaxlm.ops.row_product import is_one_cpu
 from jaxlm.parallel import rules
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event of a compilation
+CHECKED_TOKENS = 8  # drawn at the start by two programs, to compare their bits
 ALL_CHUNKS = 2**31  # if no stream waits for its next token
 STOP_PASSES = 8  # of a call if a row has a stop, which the device does not know
 MEASURED_PASSES = 8  # to compare the time of passes with guesses and without
@@ -90,6 +92,9 @@ class Engine:
         those of another program then.
       programs: those of an engine of this model, with the same settings and other weights. Nothing
         compiles then.
+
+    Attributes:
+      draws_few: passes compute the first slots alone if no request is in another, see `warm_up`.
 
     Raises:
       ConfigError: if the engine does not support the model or its mesh.
@@ -143,6 +148,7 @@ class Engine:
         layers = [each for layers in named for caches in layers.values() for each in caches]
         self._has_prefixes = settings.prefix_bytes > 0 and not any(each.is_ring for each in layers)
         self.prefixes = PrefixCache(settings.prefix_bytes)
+        self.draws_few = False
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
 
     def _fresh_counters(self) -> Counters:
@@ -159,7 +165,9 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all programs, and measure the time of guesses; without requests so far.
 
-        Each runs twice: its own outputs are the inputs of the second time.
+        Each runs twice: its own outputs are the inputs of the second time. On a CPU the programs of
+        the first slots are used from then on if they draw the bits of those of all slots: some
+        processors sum the products of few rows in another order.
         """
         slots.compile_at_once(self._largest_calls())
         if self.drafting is not None:
@@ -177,9 +185,34 @@ class Engine:
         if self.drafting is not None:
             self.drafting.mode = "never"
             self.complete([Request(ids=ids, max_tokens=1, top=1), Request(ids=ids, max_tokens=1)])
+        if self.has_few_slots:
+            self.draws_few = self._has_equal_bits(len(ids))
+        if self.drafting is not None:
             self.drafting.mode, self.drafting.balance = "balanced", self._measured()
         self.prefixes.clear()
         self.counters = self._fresh_counters()
+
+    @property
+    def has_few_slots(self) -> bool:
+        """Return True if there are programs of the first slots alone: on one CPU device."""
+        return self.rows > slots.FEW and is_one_cpu()
+
+    def _has_equal_bits(self, length: int) -> bool:
+        """Return whether the programs of the first slots draw the bits of those of all slots.
+
+        Two slots draw, one after a prompt of `length` ids, one after half of it.
+        """
+        most = min(CHECKED_TOKENS, self.context - length)
+        ids = np.random.default_rng(0).integers(0, self.tokenizer.size, length).tolist()
+        request = Request(ids=tuple(ids), max_tokens=most, top=slots.TOP)
+        both = dataclasses.replace(request, ids=request.ids[length // 2 :]), request
+        results = []
+        for self.draws_few in (False, True):
+            results.append(self.complete(both))
+        if self.drafting is not None:
+            self.drafting.mode = "always"
+            self.complete(both)
+        return results[0] == results[1]
 
     def _largest_calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Yield the programs that read the weights, each with the arguments of a call."""
@@ -187,9 +220,13 @@ class Engine:
         zero, ids = np.int32(0), np.zeros(self.chunk, np.int32)
         on, counts = np.ones(self.rows, bool), np.zeros(self.rows, np.int32)
         rows = (on, counts, self._all_allowed(), counts, zero, np.bool_(False))
-        yield programs.draw, (*start, *rows)
-        if programs.draw_guessed is not None:
-            yield programs.draw_guessed, (*start, *rows, on)
+        draws = [(programs.draw, programs.draw_guessed)]
+        if self.has_few_slots:
+            draws.append((programs.draw_few, programs.draw_few_guessed))
+        for plain, guessed in draws:
+            yield plain, (*start, *rows)
+            if guessed is not None:
+                yield guessed, (*start, *rows, on)
         yield programs.score, (*start, zero, ids, zero, zero, ids)
         yield programs.read, (*start, zero, ids, zero, zero)
         if programs.read_seen is not None:
@@ -568,14 +605,17 @@ class Engine:
             call, ready = drafting.next_call(drawing, passes, chunks, self._follow)
         limits = left, np.int32(call.passes), np.bool_(len(self._waiting) > 0)
         inputs = (self._ready, self._state, active, top, allowed, *limits)
+        is_few = self.draws_few and not active[slots.FEW :].any()
         begun = balance.clock()
         if call.is_guessed:
-            assert self.programs.draw_guessed is not None
+            draw = self.programs.draw_few_guessed if is_few else self.programs.draw_guessed
+            assert draw is not None
             is_guessed = np.zeros(self.rows, bool)
             is_guessed[ready] = True
-            self._state, drawn = self.programs.draw_guessed(*inputs, is_guessed)
+            self._state, drawn = draw(*inputs, is_guessed)
         else:
-            self._state, drawn = self.programs.draw(*inputs)
+            draw = self.programs.draw_few if is_few else self.programs.draw
+            self._state, drawn = draw(*inputs)
         scores = drawn.scores if (top != NO_SCORES).any() else None
         done, is_drawn, tokens, is_finite, scores = jax.device_get((*drawn[:4], scores))
         places = is_drawn[: int(done) * len(is_drawn) // slots.PASSES]

@@ -5,6 +5,9 @@ the first input of the decode program, so that every token is drawn from the log
 Chunks of a prompt begin at multiples of the chunk's size, and read the slots up to their own end.
 The numbers of a row therefore depend on its own ids alone: not on the slot, the other rows, or the
 time of arrival.
+
+On a CPU there is a decode program whose products compute the first slots alone, for few requests.
+`Engine.warm_up` checks that it draws the bits of the program of all slots.
 """
 
 import dataclasses
@@ -26,8 +29,10 @@ from jaxlm.generate.rows import RowSettings, draw_rows, limited, penalized
 from jaxlm.generate.sampling import History
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.cache import KVCache
+from jaxlm.ops.row_product import DecodeRows, decode_rows, is_one_cpu
 
 BLOCK = 128  # least slots of a block of the KV cache
+FEW = 2  # slots that products of `draw_few` compute
 PASSES = 32  # most decode passes of a call
 TOP = 20  # largest number of alternatives whose log-probabilities are returned
 NO_SCORES = -1  # in the place of a number of alternatives: not even the score of the token
@@ -98,6 +103,8 @@ class Programs:
     of a row that may be drawn, see `rows.limited`.
     `draw_guessed(...)` does the same with the guesses of the draft; None without a draft. Rows of
     `is_guessed`, its last argument, may take guesses.
+    `draw_few(...)` and `draw_few_guessed(...)` do the same if all active rows are in the first FEW
+    slots.
     `save(state, slot, start)` returns the keys and values of a chunk that a slot has read, and
     `load(state, slot, start, block)` puts them into a slot in place of reading.
     `wipe(state, slot)` clears a slot that has numbers that are not finite.
@@ -113,6 +120,8 @@ class Programs:
     score: Callable[..., tuple[Slots, Scores]]
     draw: Callable[..., tuple[Slots, DecodedTokens]]
     draw_guessed: Callable[..., tuple[Slots, DecodedTokens]] | None
+    draw_few: Callable[..., tuple[Slots, DecodedTokens]]
+    draw_few_guessed: Callable[..., tuple[Slots, DecodedTokens]] | None
     save: Callable[..., Any]
     load: Callable[..., Slots]
     wipe: Callable[..., Slots]
@@ -350,6 +359,13 @@ def build(
     def with_draft(weights: list[Array]) -> tuple[list[Array], list[Array]]:
         return weights, draft.weights() if draft is not None else []
 
+    def drawing(used: int, guesses: int) -> Callable[..., tuple[Slots, DecodedTokens]]:
+        def draw(*inputs: Any) -> tuple[Slots, DecodedTokens]:
+            with decode_rows(DecodeRows(used, rows) if is_one_cpu() else None):
+                return drawn_with(guesses, *inputs)
+
+        return jax.jit(draw, donate_argnums=1)
+
     return Programs(
         prepare=lambda params: with_draft(prepared(params)),
         consume=lambda params: with_draft(consumed(params)),
@@ -359,10 +375,10 @@ def build(
         read_seen=jax.jit(read_seen, donate_argnums=1) if draft and draft.has_stream else None,
         follow=jax.jit(follow, donate_argnums=1) if draft is not None and draft.is_reader else None,
         score=jax.jit(score, donate_argnums=1),
-        draw=jax.jit(functools.partial(drawn_with, 0), donate_argnums=1),
-        draw_guessed=jax.jit(functools.partial(drawn_with, spare), donate_argnums=1)
-        if draft is not None
-        else None,
+        draw=drawing(rows, 0),
+        draw_guessed=drawing(rows, spare) if draft is not None else None,
+        draw_few=drawing(min(FEW, rows), 0),
+        draw_few_guessed=drawing(min(FEW, rows), spare) if draft is not None else None,
         save=jax.jit(save),
         load=jax.jit(load, donate_argnums=0),
         wipe=jax.jit(wipe, donate_argnums=0),

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core import backend
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.ops.masks import HIDDEN, Mask
+from jaxlm.ops.row_product import of_used_rows
 from jaxlm.parallel import context
 
 Tree = TypeVar("Tree")
@@ -194,8 +195,13 @@ def query_product(equation: str, x: Float[Array, "B K G T C"], y: Array) -> Arra
     """Return `product`, fast on a CPU for a single query too.
 
     One row of bfloat16 is duplicated there: XLA would convert y to float32, in seven times the time
-    of two rows (8 rows, 12 heads of 64, 128 keys, AMX, jax 0.12).
+    of two rows (8 rows, 12 heads of 64, 128 keys, AMX, jax 0.12). In a decode pass only the rows in
+    use are computed, see `of_used_rows`.
     """
+    return of_used_rows(lambda used: _query_product(equation, used, y[: len(used)]), x)
+
+
+def _query_product(equation: str, x: Array, y: Array) -> Array:
     is_row = x.shape[2] * x.shape[3] == 1
     if is_single := is_row and x.dtype == jnp.bfloat16 and backend.name() == "cpu":
         x = jnp.broadcast_to(x, (*x.shape[:3], 2, x.shape[4]))

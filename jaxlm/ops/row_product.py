@@ -1,6 +1,7 @@
 """The product of rows with a weight, in the order of factors that is fast on a CPU."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,36 @@ Side = Literal[0, 1]  # the axis of a weight that is contracted with the activat
 FIRST = (jnp.float32, jnp.bfloat16, jnp.int8)  # dtypes that a weight as first factor pays for
 FEW_ROWS = 128  # from 256 rows on the order of the factors does not matter
 FEW_ROWS_WITHOUT_AMX = 32  # only in float32
+
+
+class DecodeRows(NamedTuple):
+    """Rows of a decode pass, and how many of them, the first ones, its products compute."""
+
+    used: int
+    total: int
+
+
+# A `DecodeRows` while a decode pass is traced. JAX traces a function again for another one.
+decode_rows = jax.make_user_context(None)
+
+
+def of_used_rows(product: Callable[[Array], Array], x: Array) -> Array:
+    """Return product(x) of the rows that `decode_rows` uses, and zeros for the others.
+
+    The time of a product with a weight, and of one with a KV cache, grows with its rows. All else
+    is computed for all rows, between barriers: a sum over a row has other bits among other rows.
+
+    Args:
+      product: keeps the leading axis of its argument.
+      x: has the tokens of all rows on its leading axis, those of a row adjacent.
+    """
+    rows: DecodeRows | None = decode_rows.value
+    if rows is None or len(x) % rows.total:
+        return product(x)
+    used = len(x) // rows.total * rows.used
+    out = product(lax.optimization_barrier(x)[:used])
+    out = jnp.pad(out, ((0, len(x) - used), *((0, 0),) * (out.ndim - 1)))
+    return lax.optimization_barrier(out)
 
 
 def is_one_cpu() -> bool:
@@ -38,6 +69,8 @@ def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
 def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     """Return x[R, I] @ weight[I, O], or weight[O, I] for `side` 1, in the dtype `sums`.
 
+    In a decode pass only of the rows in use, see `of_used_rows`.
+
     XLA for CPU copies the second factor into tiles in each call. So a weight [O, I] is the first
     one, if there are few rows. On an Intel with AMX that takes 0.4 to 0.9 of the time of [I, O] (2
     to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On one without AMX it takes 0.4
@@ -45,10 +78,19 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     bfloat16 (jax 0.10 and 0.12).
 
     One row is duplicated: XLA's loop for one takes seven times as long as two, but for float32.
+    There a weight [O, I] of an Intel meets at least four rows, in the time of one: 2 rows have
+    other bits than 4 to 16, whose sums are in one order, as are those of 2 to 64 rows in bfloat16
+    and int8 (jax 0.10 and 0.12).
     """
-    if is_single := len(x) == 1 and x.dtype != jnp.float32 and is_one_cpu():
-        x = jnp.broadcast_to(x, (2, *x.shape[1:]))
-    if side == 1 and 1 < len(x) <= FEW_ROWS and is_one_cpu() and backend.is_intel():
+    return of_used_rows(lambda used: _dot_rows(used, weight, side, sums), x)
+
+
+def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
+    count, is_by_output = len(x), side == 1 and is_one_cpu() and backend.is_intel()
+    least = (4 if is_by_output else 1) if x.dtype == jnp.float32 else 2
+    if count < least and is_one_cpu():
+        x = jnp.pad(x, ((0, least - count), (0, 0)))
+    if is_by_output and len(x) <= FEW_ROWS:
         # XLA would merge transposes of the weight and of the result into the product, and swap the
         # factors.
         weight = lax.optimization_barrier(weight)
@@ -58,7 +100,7 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
         out = out.T if is_first else out
     else:
         out = lax.dot_general(x, weight, (((1,), (side,)), ((), ())), preferred_element_type=sums)
-    return out[:1] if is_single else out
+    return out[:count]
 
 
 def _is_weight_first(x: Array) -> bool:

@@ -210,6 +210,8 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
         draft = drafts.open_draft(opened, options.draft, context, say)
         engine = Engine(blueprint, opened.params, opened.tokenizer, settings, draft=draft)
         engine.warm_up()
+    if engine.has_few_slots and not engine.draws_few:
+        say(f"each token computes all {engine.rows} slots: fewer have other bits on this machine")
     return engine
 
 

@@ -85,8 +85,9 @@ def test_each_program_that_reads_the_weights_is_compiled_once():
             started().close()
     finally:
         jax.monitoring.unregister_event_duration_listener(add)
-    for name in ("drawn_with", "score", "read"):
-        assert compiled.count(f"jit({name})") == 1, compiled
+    # There are programs that draw in all slots, and in the first ones.
+    for name, count in {"draw": 2, "score": 1, "read": 1}.items():
+        assert compiled.count(f"jit({name})") == count, compiled
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -100,7 +101,7 @@ def test_no_pass_converts_a_cache(compute):
     caches = {leaf.shape for leaf in jax.tree.leaves(engine._state.cache.layers)}
     assert caches == {(8, 2, 128, 64)}
     programs = dict(engine._largest_calls())
-    for program in (engine.programs.draw, engine.programs.read):
+    for program in (engine.programs.draw, engine.programs.draw_few, engine.programs.read):
         text = program.lower(*programs[program]).compile().as_text()
         assert "[8,2,128,64]" in text
         assert not re.search(r"\[8,2,128,64\]\S* (convert|bitcast-convert)\(", text)
@@ -168,6 +169,83 @@ def test_a_result_has_the_same_bits_in_200_schedules(family, compute):
     built = started(family, compute)
     check_schedules(built, [request(seed) for seed in range(24)], 200)
     built.close()
+
+
+def counted(engine, monkeypatch):
+    """Count the calls of the programs that draw in all slots, and in the first ones."""
+    calls = {"draw": 0, "draw_few": 0}
+
+    def counting(name):
+        program = getattr(engine.programs, name)
+
+        def call(*inputs):
+            calls[name] += 1
+            return program(*inputs)
+
+        return call
+
+    programs = dataclasses.replace(engine.programs, **{name: counting(name) for name in calls})
+    monkeypatch.setattr(engine, "programs", programs)
+    return calls
+
+
+def test_few_requests_are_drawn_by_the_programs_of_the_first_slots(engine, monkeypatch):
+    """A request in a later slot is drawn by those of all slots until it ends."""
+    assert engine.draws_few
+    calls = counted(engine, monkeypatch)
+    lengths = (3, 5, 8)  # of requests in the slots 0 to 2
+    for seed, length in enumerate(lengths[:2]):
+        engine.submit(Request(ids=(50 + seed,), max_tokens=length, seed=seed), [].append)
+    while not engine.is_idle:
+        engine.tick()
+    assert calls == {"draw": 0, "draw_few": 5}
+    for seed, length in enumerate(lengths):
+        engine.submit(Request(ids=(50 + seed,), max_tokens=length, seed=seed), [].append)
+    while not engine.is_idle:
+        engine.tick()
+    assert calls == {"draw": 8, "draw_few": 5}
+
+
+def test_programs_of_the_first_slots_with_other_bits_are_not_used(monkeypatch):
+    """Some processor may sum the products of few rows in another order."""
+    engine = started()
+    draw_few = engine.programs.draw_few
+
+    def rounded(*inputs):
+        state, drawn = draw_few(*inputs)
+        scores = drawn.scores._replace(top=drawn.scores.top * (1 + 2**-23))
+        return state, drawn._replace(scores=scores)
+
+    programs = dataclasses.replace(engine.programs, draw_few=rounded)
+    monkeypatch.setattr(engine, "programs", programs)
+    monkeypatch.setattr(slots, "compile_at_once", lambda calls: None)
+    engine.warm_up()
+    assert not engine.draws_few
+    calls = counted(engine, monkeypatch)
+    engine.complete([request(2)])
+    assert not calls["draw_few"]
+    assert calls["draw"]
+    engine.close()
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_products_of_the_first_slots_have_no_other_rows(compute):
+    config = Llama(vocab=TOKENIZER.size, width=128, depth=1, heads=2, kv_heads=2).build()
+    blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute=compute)))
+    settings = EngineSettings(rows=7, context=256)
+    engine = Engine(blueprint, draw_params(blueprint, std=0.1), TOKENIZER, settings)
+    engine.close()
+    programs = dict(engine._largest_calls())
+
+    def shapes(program):
+        text = program.lower(*programs[program]).compile().as_text()
+        products = re.findall(r" = \w+\[([\d,]+)\]\S* dot\(", text)
+        return [{int(size) for size in each.split(",")} for each in products]
+
+    all_slots, few = shapes(engine.programs.draw), shapes(engine.programs.draw_few)
+    assert len(all_slots) == len(few) >= 10
+    assert all(7 in each for each in all_slots)
+    assert not any(7 in each for each in few)
 
 
 def test_the_same_seed_gives_the_text_of_jaxlm_generate(engine):
@@ -360,7 +438,7 @@ def test_v26_a_failed_pass_ends_what_runs_and_a_second_one_is_raised(engine, mon
         raise RuntimeError("the pass failed")
 
     expected = engine.complete([request(2)])
-    broken = dataclasses.replace(engine.programs, draw=fail)
+    broken = dataclasses.replace(engine.programs, draw=fail, draw_few=fail)
     deltas = []
     engine.submit(request(2), deltas.append)
     with monkeypatch.context() as patch:

@@ -73,38 +73,74 @@ def test_the_product_is_that_of_float64(rows, side, dtype, kind):
 
 def product_shape(rows, dtype, side=1):
     """The shape of the result of the compiled product."""
-    text = program(rows, dtype, side).as_text()
+    return dot_shape(program(rows, dtype, side).as_text())
+
+
+def dot_shape(text):
     return re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
+
+
+def is_weight_first(kind, dtype):
+    return kind == "AMX" or (kind == "Intel" and dtype == "float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_few_rows_are_the_second_factor_where_that_is_faster(dtype, kind):
     """XLA copies the second factor into tiles; it may not swap the factors again."""
-    weight_first, rows_first = f"{OUTPUTS},3", f"3,{OUTPUTS}"
-    is_first = kind == "AMX" or (kind == "Intel" and dtype == "float32")
-    assert product_shape(3, dtype) == (weight_first if is_first else rows_first)
-    assert product_shape(3, dtype, side=0) == rows_first
+    is_first = is_weight_first(kind, dtype)
+    assert product_shape(5, dtype) == (f"{OUTPUTS},5" if is_first else f"5,{OUTPUTS}")
+    assert product_shape(5, dtype, side=0) == f"5,{OUTPUTS}"
     most = row_product.FEW_ROWS if kind == "AMX" else row_product.FEW_ROWS_WITHOUT_AMX
     assert product_shape(most + 1, dtype) == f"{most + 1},{OUTPUTS}"
-    if dtype != "float32":
-        duplicated = f"{OUTPUTS},2" if is_first else f"2,{OUTPUTS}"
-        assert product_shape(1, dtype) == duplicated
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_fewer_rows_than_have_their_bits_among_others_are_padded(dtype, kind):
+    least = 2 if dtype != "float32" else 1 if kind == "AMD" else 4
+    is_first = is_weight_first(kind, dtype)
+    for rows in (1, 3):
+        count = max(rows, least)
+        if count > 1:  # one row of float32 is no product of matrices
+            expected = f"{OUTPUTS},{count}" if is_first else f"{count},{OUTPUTS}"
+            assert product_shape(rows, dtype) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_transposed_result_does_not_swap_the_factors(dtype, kind):
-    """As the heads of attention are: XLA would merge it into the product."""
+    """XLA would merge the transpose of heads into the product."""
     sums = jnp.dtype("int32" if dtype == "int8" else "float32")
-    x, weight = operands(3, dtype)
+    x, weight = operands(5, dtype)
 
     def split(x, weight):
-        heads = dot_rows(x, weight, 1, sums).reshape(3, 1, 4, -1).astype(jnp.float32)
+        heads = dot_rows(x, weight, 1, sums).reshape(5, 1, 4, -1).astype(jnp.float32)
         return jnp.tanh(heads.transpose(2, 3, 0, 1)).sum(0)
 
-    text = jax.jit(split).lower(x, weight.T).compile().as_text()
-    shape = re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
-    is_first = kind == "AMX" or (kind == "Intel" and dtype == "float32")
-    assert kind == "AMD" or shape == (f"{OUTPUTS},3" if is_first else f"3,{OUTPUTS}")
+    shape = dot_shape(jax.jit(split).lower(x, weight.T).compile().as_text())
+    expected = f"{OUTPUTS},5" if is_weight_first(kind, dtype) else f"5,{OUTPUTS}"
+    assert kind == "AMD" or shape == expected
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_decode_pass_computes_the_rows_in_use_and_zeros_for_the_others(places):
+    """Each time that it is traced, though one jitted function was traced without before."""
+    x, weight = operands(6 * places, "float32")
+    inner = jax.jit(lambda x, weight: dot_rows(x, weight, 0, jnp.dtype("float32")))
+    whole = inner(x, weight)
+
+    def drawn(used):
+        @jax.jit
+        def traced(x, weight):
+            with row_product.decode_rows(row_product.DecodeRows(used, 6)):
+                return inner(x, weight)
+
+        return np.asarray(traced(x, weight))
+
+    np.testing.assert_allclose(drawn(6), whole, rtol=1e-6)
+    few = drawn(2)
+    np.testing.assert_allclose(few[: 2 * places], whole[: 2 * places], rtol=1e-6)
+    assert few.shape == whole.shape
+    assert not few[2 * places :].any()
+    np.testing.assert_array_equal(inner(x, weight), whole)
 
 
 def test_a_cpu_of_intel_reads_weights_by_output(kind):

@@ -138,7 +138,9 @@ def searched(folder, family, beams, penalty):
 def test_eight_prompts_go_on_faster_than_its_generate_does():
     """A model of 110M, each side in its better way.
 
-    Twice as fast in float32 on an AMD, and in bfloat16 on an Intel without units for it. Wants the machine for itself.
+    Twice as fast in float32 on an AMD, and in bfloat16 on an Intel without units for it.
+
+    Wants the machine for itself.
     """
     clean = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
     words = [sys.executable, str(BENCH), "--turns=2"]
