@@ -22,7 +22,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import balance, prefix, slots
 from jaxlm.generate.balance import CallTimes, DraftBalance, DrawCall
 from jaxlm.generate.draft import Draft
-from jaxlm.generate.drafting import Chunk, Drafting
+from jaxlm.generate.drafting import Chunk, Drafting, Mode
 from jaxlm.generate.prefix import PrefixCache
 from jaxlm.generate.requests import (
     CompletedRequest,
@@ -206,13 +206,14 @@ class Engine:
         ids = np.random.default_rng(0).integers(0, self.tokenizer.size, length).tolist()
         request = Request(ids=tuple(ids), max_tokens=most, top=slots.TOP)
         both = dataclasses.replace(request, ids=request.ids[length // 2 :]), request
-        results = []
-        for self.draws_few in (False, True):
-            results.append(self.complete(both))
-        if self.drafting is not None:
-            self.drafting.mode = "always"
-            self.complete(both)
-        return results[0] == results[1]
+        modes: tuple[Mode, ...] = ("never", "always") if self.drafting is not None else ("never",)
+        results: dict[bool, list[CompletedRequest]] = {False: [], True: []}
+        for mode in modes:
+            if self.drafting is not None:
+                self.drafting.mode = mode
+            for self.draws_few, completed in results.items():
+                completed += self.complete(both)
+        return results[False] == results[True]
 
     def _largest_calls(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """Yield the programs that read the weights, each with the arguments of a call."""

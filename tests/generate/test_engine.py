@@ -17,6 +17,7 @@ from jaxlm.core.random import key
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling, slots
+from jaxlm.generate.draft import Lookup
 from jaxlm.generate.engine import COMPILED, Engine, EngineSettings
 from jaxlm.generate.requests import QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
@@ -206,25 +207,28 @@ def test_few_requests_are_drawn_by_the_programs_of_the_first_slots(engine, monke
     assert calls == {"draw": 8, "draw_few": 5}
 
 
-def test_programs_of_the_first_slots_with_other_bits_are_not_used(monkeypatch):
+@pytest.mark.parametrize(("name", "draft"), [("draw_few", None), ("draw_few_guessed", Lookup(3))])
+def test_programs_of_the_first_slots_with_other_bits_are_not_used(name, draft, monkeypatch):
     """Some processor may sum the products of few rows in another order."""
-    engine = started()
-    draw_few = engine.programs.draw_few
+    engine = started(draft=draft)
+    assert engine.draws_few
+    draw_few = getattr(engine.programs, name)
 
     def rounded(*inputs):
         state, drawn = draw_few(*inputs)
         scores = drawn.scores._replace(top=drawn.scores.top * (1 + 2**-23))
         return state, drawn._replace(scores=scores)
 
-    programs = dataclasses.replace(engine.programs, draw_few=rounded)
+    programs = dataclasses.replace(engine.programs, **{name: rounded})
     monkeypatch.setattr(engine, "programs", programs)
     monkeypatch.setattr(slots, "compile_at_once", lambda calls: None)
     engine.warm_up()
     assert not engine.draws_few
-    calls = counted(engine, monkeypatch)
-    engine.complete([request(2)])
-    assert not calls["draw_few"]
-    assert calls["draw"]
+    if draft is None:
+        calls = counted(engine, monkeypatch)
+        engine.complete([request(2)])
+        assert not calls["draw_few"]
+        assert calls["draw"]
     engine.close()
 
 

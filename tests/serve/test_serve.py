@@ -59,20 +59,39 @@ def test_a_stream_is_the_whole_text_in_whole_characters(client):
     assert whole.usage.prompt_tokens == 1 + len(PROMPT)
 
 
-def test_a_context_beyond_the_positions_is_a_caution(monkeypatch):
+@pytest.fixture
+def lines_of(monkeypatch):
+    """Return what `build_engine` prints for options, with an engine that compiles nothing."""
     from types import SimpleNamespace as Values
 
-    lines, run = [], Run()
     model = Values(blueprint=Values(text_positions=None, config=None))
-    opened = Values(model=model, run=run, params=None, tokenizer=None)
-    monkeypatch.setattr(servers, "Engine", Mock())
+    opened = Values(model=model, run=Run(), params=None, tokenizer=None)
     monkeypatch.setattr(servers.drafts, "open_draft", lambda *_: None)
     fits = contextlib.nullcontext()
     monkeypatch.setattr(servers.oom, "explain_engine_oom", lambda *_, **__: fits)
-    for more in (0, 1):
-        context = run.model.max_positions + more
-        servers.build_engine(opened, servers.ServeOptions(context=context), lines.append)
-    assert lines == [f"caution: --context={context} exceeds model.max_positions = {context - 1}"]
+
+    def lines(options, **engine):
+        printed = []
+        monkeypatch.setattr(servers, "Engine", Mock(return_value=Mock(**engine)))
+        servers.build_engine(opened, options, printed.append)
+        return printed
+
+    return lines
+
+
+def test_a_context_beyond_the_positions_is_a_caution(lines_of):
+    most = Run().model.max_positions
+    assert lines_of(servers.ServeOptions(context=most)) == []
+    expected = f"caution: --context={most + 1} exceeds model.max_positions = {most}"
+    assert lines_of(servers.ServeOptions(context=most + 1)) == [expected]
+
+
+def test_a_server_prints_that_few_slots_have_other_bits_on_this_machine(lines_of):
+    options = servers.ServeOptions(context=Run().model.max_positions)
+    for has_few, draws_few in ((True, True), (False, False)):
+        assert lines_of(options, has_few_slots=has_few, draws_few=draws_few) == []
+    (line,) = lines_of(options, has_few_slots=True, draws_few=False, rows=8)
+    assert "each token computes all 8 slots" in line
 
 
 def test_a_text_is_that_of_jaxlm_generate(client, trained):
