@@ -192,7 +192,7 @@ def counted(engine, monkeypatch):
 
 def test_few_requests_are_drawn_by_the_programs_of_the_first_slots(engine, monkeypatch):
     """A request in a later slot is drawn by those of all slots until it ends."""
-    assert engine.draws_few
+    monkeypatch.setattr(engine, "draws_few", True)
     calls = counted(engine, monkeypatch)
     lengths = (3, 5, 8)  # of requests in the slots 0 to 2
     for seed, length in enumerate(lengths[:2]):
@@ -210,20 +210,21 @@ def test_few_requests_are_drawn_by_the_programs_of_the_first_slots(engine, monke
 @pytest.mark.parametrize(("name", "draft"), [("draw_few", None), ("draw_few_guessed", Lookup(3))])
 def test_programs_of_the_first_slots_with_other_bits_are_not_used(name, draft, monkeypatch):
     """Some processor may sum the products of few rows in another order."""
-    engine = started(draft=draft)
-    assert engine.draws_few
-    draw_few = getattr(engine.programs, name)
+    engine, are_used = started(draft=draft), []
+    same = {"draw_few": engine.programs.draw, "draw_few_guessed": engine.programs.draw_guessed}
 
     def rounded(*inputs):
-        state, drawn = draw_few(*inputs)
+        state, drawn = same[name](*inputs)
         scores = drawn.scores._replace(top=drawn.scores.top * (1 + 2**-23))
         return state, drawn._replace(scores=scores)
 
-    programs = dataclasses.replace(engine.programs, **{name: rounded})
-    monkeypatch.setattr(engine, "programs", programs)
     monkeypatch.setattr(slots, "compile_at_once", lambda calls: None)
-    engine.warm_up()
-    assert not engine.draws_few
+    for changes in (same, same | {name: rounded}):
+        programs = dataclasses.replace(engine.programs, **changes)
+        monkeypatch.setattr(engine, "programs", programs)
+        engine.warm_up()
+        are_used.append(engine.draws_few)
+    assert are_used == [True, False]
     if draft is None:
         calls = counted(engine, monkeypatch)
         engine.complete([request(2)])
