@@ -91,19 +91,25 @@ def test_each_program_that_reads_the_weights_is_compiled_once():
         assert compiled.count(f"jit({name})") == count, compiled
 
 
+def closed(rows, compute):
+    """An engine of heads of 64, and the function that returns the text of a compiled program."""
+    config = Llama(vocab=TOKENIZER.size, width=128, depth=1, heads=2, kv_heads=2).build()
+    blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute=compute)))
+    settings = EngineSettings(rows=rows, context=256)
+    engine = Engine(blueprint, draw_params(blueprint, std=0.1), TOKENIZER, settings)
+    engine.close()
+    calls = dict(engine._largest_calls())
+    return engine, lambda program: program.lower(*calls[program]).compile().as_text()
+
+
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_no_pass_converts_a_cache(compute):
     """XLA converts arrays for products, and for writes, that it has only in another dtype."""
-    config = Llama(vocab=TOKENIZER.size, width=128, depth=1, heads=2, kv_heads=2).build()
-    blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute=compute)))
-    settings = EngineSettings(rows=8, context=256)
-    engine = Engine(blueprint, draw_params(blueprint, std=0.1), TOKENIZER, settings)
-    engine.close()
+    engine, compiled = closed(8, compute)
     caches = {leaf.shape for leaf in jax.tree.leaves(engine._state.cache.layers)}
     assert caches == {(8, 2, 128, 64)}
-    programs = dict(engine._largest_calls())
     for program in (engine.programs.draw, engine.programs.draw_few, engine.programs.read):
-        text = program.lower(*programs[program]).compile().as_text()
+        text = compiled(program)
         assert "[8,2,128,64]" in text
         assert not re.search(r"\[8,2,128,64\]\S* (convert|bitcast-convert)\(", text)
 
@@ -235,16 +241,10 @@ def test_programs_of_the_first_slots_with_other_bits_are_not_used(name, draft, m
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_products_of_the_first_slots_have_no_other_rows(compute):
-    config = Llama(vocab=TOKENIZER.size, width=128, depth=1, heads=2, kv_heads=2).build()
-    blueprint = Blueprint(config, Precision.of(PrecisionConfig(compute=compute)))
-    settings = EngineSettings(rows=7, context=256)
-    engine = Engine(blueprint, draw_params(blueprint, std=0.1), TOKENIZER, settings)
-    engine.close()
-    programs = dict(engine._largest_calls())
+    engine, compiled = closed(7, compute)
 
     def shapes(program):
-        text = program.lower(*programs[program]).compile().as_text()
-        products = re.findall(r" = \w+\[([\d,]+)\]\S* dot\(", text)
+        products = re.findall(r" = \w+\[([\d,]+)\]\S* dot\(", compiled(program))
         return [{int(size) for size in each.split(",")} for each in products]
 
     all_slots, few = shapes(engine.programs.draw), shapes(engine.programs.draw_few)

@@ -26,9 +26,8 @@ def cpu(tmp_path, monkeypatch):
     """Compile the programs of a CPU with this vendor and these flags, on any CPU."""
 
     def described(*words):
-        path = tmp_path / " ".join(words or ["none"])
-        path.write_text(" ".join(words))
-        monkeypatch.setattr(backend, "CPUINFO", path)
+        monkeypatch.setattr(backend, "CPUINFO", tmp_path / "cpuinfo")
+        backend.CPUINFO.write_text(" ".join(words))
 
     return described
 
