@@ -169,7 +169,7 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     assert done.returncode == 0, done.stderr
     *turns, last = done.stdout.splitlines()
     actual = json.loads(last)
-    assert len(turns) == 4
+    assert len(turns) == 5
     for dtype in DTYPES:
         rates = [actual[f"{side} {dtype}"] for side in ("jaxlm", "transformers")]
         assert actual[f"times as fast, jaxlm {dtype}"] == pytest.approx(rates[0] / rates[1])
