@@ -14,6 +14,7 @@ from jaxlm.core.precision_config import Float
 
 CPUINFO = Path("/proc/cpuinfo")
 AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
+AVX2, AVX512 = "avx2", "avx512f"  # vectors of 256 and of 512 bits
 INTEL = "GenuineIntel"
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # glibc's malloc.h
 
@@ -47,10 +48,16 @@ def is_intel() -> bool:
     return INTEL in _words(CPUINFO)
 
 
+def has_narrow_vectors() -> bool:
+    """Return whether this CPU has AVX2 without AVX-512, by Linux's CPU flags; false elsewhere."""
+    return AVX512 not in _words(CPUINFO) and AVX2 in _words(CPUINFO)
+
+
 @functools.cache  # called for every weight; slow on machines with many cores
 def _words(path: Path) -> frozenset[str]:
+    known = {AMX, VECTORS, AVX2, AVX512, INTEL}
     with contextlib.suppress(OSError):
-        return frozenset({AMX, VECTORS, INTEL}.intersection(path.read_text().split()))
+        return frozenset(known.intersection(path.read_text().split()))
     return frozenset()
 
 

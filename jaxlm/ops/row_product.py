@@ -12,7 +12,8 @@ from jaxlm.core import backend
 Side = Literal[0, 1]  # the axis of a weight that is contracted with the activations
 FIRST = (jnp.float32, jnp.bfloat16, jnp.int8)  # dtypes that a weight as first factor pays for
 FEW_ROWS = 128  # from 256 rows on the order of the factors does not matter
-FEW_ROWS_WITHOUT_AMX = 32  # only in float32
+FEW_ROWS_WITHOUT_AMX = 32  # of float32
+NARROW_INTS = 8  # fewest rows of int8 that a weight as first factor pays for without AVX-512
 
 
 class DecodeRows(NamedTuple):
@@ -54,10 +55,11 @@ def is_one_cpu() -> bool:
 def decode_side() -> Side:
     """Return the axis of inputs in the layout that this CPU multiplies a few rows with fastest.
 
-    On an Intel that is [O, I], side 1, see `dot_rows`. On an AMD it is [I, O]: two thirds of the
-    time of [O, I] after the rows in float32, the same in bfloat16 (jax 0.10.2 and 0.12).
+    On an Intel, and on a CPU with AVX2 without AVX-512, that is [O, I], side 1, see `dot_rows`. On
+    other CPUs it is [I, O]: on an AMD with AVX-512 two thirds of the time of [O, I] after the rows
+    in float32, the same in bfloat16 (jax 0.10.2 and 0.12).
     """
-    return 1 if backend.is_intel() else 0
+    return 1 if backend.is_intel() or backend.has_narrow_vectors() else 0
 
 
 def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
@@ -73,21 +75,19 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
 
     XLA for CPU copies the second factor into tiles in each call. So a weight [O, I] is the first
     one, if there are few rows. On an Intel with AMX that takes 0.4 to 0.9 of the time of [I, O] (2
-    to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On one without AMX it takes 0.4
-    to 0.8 in float32, up to 32 rows, and [O, I] after the rows takes 0.4 to 0.9 in int8 and
-    bfloat16 (jax 0.10 and 0.12).
+    to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On CPUs without AMX it takes 0.2
+    to 0.8 in float32, up to 32 rows, and [O, I] after the rows takes 0.4 to 1.0 in int8 and
+    bfloat16 (jax 0.10 and 0.12). With AVX2 alone eight rows of int8 are the second factor too.
 
     One row is duplicated: XLA's loop for one takes seven times as long as two, but for float32.
-    There a weight [O, I] of an Intel meets at least four rows, in the time of one: 2 rows have
-    other bits than 4 to 16, whose sums are in one order, as are those of 2 to 64 rows in bfloat16
-    and int8 (jax 0.10 and 0.12).
     """
-    return of_used_rows(lambda used: _dot_rows(used, weight, side, sums), x)
+    return of_used_rows(lambda used: _dot_rows(used, weight, side, sums, len(x)), x)
 
 
-def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
-    count, is_by_output = len(x), side == 1 and is_one_cpu() and backend.is_intel()
-    least = (4 if is_by_output else 1) if x.dtype == jnp.float32 else 2
+def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype, rows: int) -> Array:
+    count = len(x)
+    is_by_output = side == 1 == decode_side() and is_one_cpu()
+    least = _least_rows(rows, is_by_output) if x.dtype == jnp.float32 else 2
     if count < least and is_one_cpu():
         x = jnp.pad(x, ((0, least - count), (0, 0)))
     if is_by_output and len(x) <= FEW_ROWS:
@@ -103,7 +103,21 @@ def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     return out[:count]
 
 
+def _least_rows(rows: int, is_by_output: bool) -> int:
+    """Return the fewest rows of float32 that have the bits that they have among all `rows`.
+
+    As the second factor 2 rows have other bits than 4 to 16, whose sums are in one order; without
+    AVX-512 those of 2 to 5 rows are in one, and those of 6 to 8. In bfloat16 and int8 those of 2 to
+    64 rows are (jax 0.10 and 0.12).
+    """
+    if not is_by_output:
+        return 1
+    return min(8, rows) if backend.has_narrow_vectors() else 4  # 4 rows take the time of one
+
+
 def _is_weight_first(x: Array) -> bool:
     if backend.AMX in backend.cpu_units():
         return x.dtype in FIRST
+    if x.dtype == jnp.int8 and backend.has_narrow_vectors():
+        return len(x) >= NARROW_INTS
     return x.dtype == jnp.float32 and len(x) <= FEW_ROWS_WITHOUT_AMX

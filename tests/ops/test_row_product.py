@@ -37,9 +37,14 @@ def amx(cpu):
     cpu(backend.INTEL, backend.AMX, backend.VECTORS)
 
 
-@pytest.fixture(params=["AMX", "Intel", "AMD"])
+@pytest.fixture(params=["AMX", "Intel", "AVX2", "AMD"])
 def kind(request, cpu):
-    words = {"AMX": (backend.INTEL, backend.AMX), "Intel": (backend.INTEL,), "AMD": ()}
+    words = {
+        "AMX": (backend.INTEL, backend.AMX, backend.AVX2, backend.AVX512),
+        "Intel": (backend.INTEL, backend.AVX2, backend.AVX512),
+        "AVX2": (backend.AVX2,),
+        "AMD": (backend.AVX2, backend.AVX512),
+    }
     cpu(*words[request.param])
     return request.param
 
@@ -79,8 +84,10 @@ def dot_shape(text):
     return re.search(r" = \w+\[([\d,]+)\]\S* dot\(", text).group(1)
 
 
-def is_weight_first(kind, dtype):
-    return kind == "AMX" or (kind == "Intel" and dtype == "float32")
+def is_weight_first(kind, dtype, rows=5):
+    if dtype == "float32":
+        return kind != "AMD"
+    return kind == "AMX" or (kind == "AVX2" and dtype == "int8" and rows >= 8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -89,13 +96,16 @@ def test_few_rows_are_the_second_factor_where_that_is_faster(dtype, kind):
     is_first = is_weight_first(kind, dtype)
     assert product_shape(5, dtype) == (f"{OUTPUTS},5" if is_first else f"5,{OUTPUTS}")
     assert product_shape(5, dtype, side=0) == f"5,{OUTPUTS}"
-    most = row_product.FEW_ROWS if kind == "AMX" else row_product.FEW_ROWS_WITHOUT_AMX
+    is_first = is_weight_first(kind, dtype, rows=8)
+    assert product_shape(8, dtype) == (f"{OUTPUTS},8" if is_first else f"8,{OUTPUTS}")
+    is_far = kind == "AMX" or dtype == "int8"
+    most = row_product.FEW_ROWS if is_far else row_product.FEW_ROWS_WITHOUT_AMX
     assert product_shape(most + 1, dtype) == f"{most + 1},{OUTPUTS}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_fewer_rows_than_have_their_bits_among_others_are_padded(dtype, kind):
-    least = 2 if dtype != "float32" else 1 if kind == "AMD" else 4
+    least = 2 if dtype != "float32" else 4 if kind in ("AMX", "Intel") else 1
     is_first = is_weight_first(kind, dtype)
     for rows in (1, 3):
         count = max(rows, least)
@@ -142,7 +152,20 @@ def test_a_decode_pass_computes_the_rows_in_use_and_zeros_for_the_others(places)
     np.testing.assert_array_equal(inner(x, weight), whole)
 
 
-def test_a_cpu_of_intel_reads_weights_by_output(kind):
+@pytest.mark.parametrize(("total", "padded"), [(6, 6), (16, 8)])
+def test_without_avx512_the_rows_in_use_are_padded_to_those_with_equal_bits(total, padded, cpu):
+    cpu(backend.AVX2)
+    x, weight = operands(total, "float32")
+
+    def few(x, weight):
+        with row_product.decode_rows(row_product.DecodeRows(2, total)):
+            return dot_rows(x, weight, 1, jnp.dtype("float32"))
+
+    text = jax.jit(few).lower(x, weight.T).compile().as_text()
+    assert dot_shape(text) == f"{OUTPUTS},{padded}"
+
+
+def test_an_intel_and_a_cpu_without_avx512_read_weights_by_output(kind):
     weight = jnp.zeros((INPUTS, OUTPUTS))
     layout, side = row_product.decode_layout(weight, 0)
     assert (layout.shape, side) == (
