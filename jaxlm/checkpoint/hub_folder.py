@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint.hub_tensors import Slices
+from jaxlm.core import hub
 from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.monitor import sinks
 
@@ -61,8 +62,11 @@ class Folder:
         self.path = path
         if not path.is_dir():
             why = "a model is a folder with config.json and *.safetensors, or a .gguf file"
-            what = f"there is no folder {path}"
-            raise InputMissing(what, where="--from", why=why, fix="find . -name '*.safetensors'")
+            what, fix = f"there is no folder {path}", "find . -name '*.safetensors'"
+            if name := hub.guessed_name(str(path)):
+                why = f"{why}; a model of the Hugging Face Hub begins with {hub.PREFIX}"
+                fix = f"--from={name}\n{fix}    # or a local one"
+            raise InputMissing(what, where="--from", why=why, fix=fix)
         is_cached = path.resolve().parent.name == "snapshots"
         self._root = path.resolve().parent.parent if is_cached else path.resolve()
         self.config = self.read_json("config.json")

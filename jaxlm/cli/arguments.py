@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxlm.core import load, problems, shipped
+from jaxlm.core import hub, load, problems, shipped
 from jaxlm.core.errors import CommandError, JaxlmError
 from jaxlm.core.nearest import distance, nearest_word
 from jaxlm.core.sections import Setting, show
@@ -367,10 +367,14 @@ class Parser(argparse.ArgumentParser):
             why = "a flag begins with two dashes"
         elif flag := self._flag_of(word):
             why = f"a value follows its flag, here {flag}"
-            repaired[word] = f"{flag}={word}"
+            name = hub.guessed_name(word) if flag == "--from" else None
+            repaired[word] = f"{flag}={name or word}"
         if line and word in repaired:
             fixed = [repaired.get(each, each) for each in line]
             fix = shlex.join([self.prog.partition(" ")[0], *fixed])
+        elif self.prog.endswith(" train") and Path(word).exists():
+            why = "a run is described by a config, which `jaxlm init` writes for a text"
+            fix = shlex.join(["jaxlm", "init", f"--data={word}"])
         return CommandError(what, where=where, why=why, fix=fix)
 
     def _flags(self, action: str | None) -> dict[str, argparse.Action]:
@@ -395,12 +399,16 @@ class Parser(argparse.ArgumentParser):
         is_file = word.endswith(".py") and "=" not in word
         is_config = is_file or shipped.find(word.partition(":")[0]) is not None
         flags = self._flags(None)
-        if "--from" in flags and (has_run or Path(word).exists() or word.startswith("hf:")):
+        is_name = word.startswith(hub.PREFIX) or hub.guessed_name(word) is not None
+        if "--from" in flags and (has_run or is_name or Path(word).exists()):
             return "--from"
         withheld = self.get_default("withheld") or ()
         if is_config and "--config" not in withheld:
             return "--config"
-        return "--workdir" if has_run and "--workdir" not in withheld else None
+        if has_run and "--workdir" not in withheld:
+            return "--workdir"
+        texts = (flag for flag in ("--data", "--text") if flag in flags and Path(word).exists())
+        return next(texts, None)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error, for `read` to explain."""

@@ -6,6 +6,7 @@ of a single file, and small files are checked before anything large is requested
 """
 
 import contextlib
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxlm.core.callbacks import OnProgress
 from jaxlm.core.errors import CommandError, InputMissing, JaxlmError, not_installed
 
 PREFIX = "hf:"
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 ANSWER_SECONDS = 10  # timeout of a request to the hub
 Kind = Literal["model", "dataset"]
 
@@ -126,6 +128,12 @@ def download_command(name: str, revision: str | None, kind: Kind, file: str = ""
     words += ["--repo-type=dataset"] if kind == "dataset" else []
     words += [f"--revision={revision}"] if revision else []
     return shlex.join(words)
+
+
+def guessed_name(place: str) -> str | None:
+    """Return hf:ORG/NAME for a place ORG/NAME if there is no local folder ORG, and else None."""
+    is_name = _REPOSITORY.fullmatch(place) is not None and not Path(place).parent.exists()
+    return f"{PREFIX}{place}" if is_name else None
 
 
 def malformed_name(kind: Kind, where: str) -> CommandError:

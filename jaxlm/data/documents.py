@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from jaxlm.core import hub
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data import from_python, records, remote
@@ -225,6 +226,9 @@ def matching_files(pattern: str, setting: str, entries: tuple[str, ...] = ()) ->
             "a pattern is a path or a glob such as 'texts/**/*.txt', relative to the current "
             "directory"
         )
+        if not Path(pattern).suffix and (name := hub.guessed_name(pattern)):
+            why = f"{why}, and a data set of the Hugging Face Hub begins with {hub.PREFIX}"
+            meant = [*meant, name]
     names = sorted(each.name for each in folder.iterdir())[:SHOWN]
     fix = "\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}"
     raise InputMissing(

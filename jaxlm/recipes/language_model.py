@@ -14,10 +14,9 @@ import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_download import fetch_model
-from jaxlm.core import config
+from jaxlm.core import config, hub
 from jaxlm.core.callbacks import Log, OnText
 from jaxlm.core.errors import ConfigError, InputMissing
-from jaxlm.core.hub import PREFIX
 from jaxlm.core.nearest import nearest_word
 from jaxlm.data import cache
 from jaxlm.data.batch import Tokens
@@ -305,7 +304,7 @@ def load(
         else:
             step = int(named)
     if not (workdir / "config.json").is_file():
-        meant = nearest_word(ref, SIZES)
+        meant = hub.guessed_name(ref) or nearest_word(ref, SIZES)
         raise InputMissing(
             f"there is no model at {ref}",
             where=f"load({ref!r})",
@@ -330,7 +329,7 @@ def _silent(line: str) -> None:
 
 def _imported(ref: str, cpu_devices: int | None, say: Log) -> Path:
     """Return the run of an imported model in the cache folder, made once for the same files."""
-    if ref.startswith(PREFIX):
+    if ref.startswith(hub.PREFIX):
         ref = str(fetch_model(ref, COMPANION_FILES, check=hub_architecture.family_of, say=say).path)
     path = Path(ref).resolve()
     files = sorted(path.iterdir()) if path.is_dir() else [path]

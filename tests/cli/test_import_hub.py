@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 
+import jaxlm
 from jaxlm.checkpoint import hub_architecture, hub_download
 from jaxlm.checkpoint.hub_folder import INDEX, Folder, write_tensors
 from jaxlm.cli.main import main
@@ -107,6 +108,41 @@ def test_shards_come_by_their_index_once_and_say_how_far_they_are(hub):
 def tree_of(folder):
     (folder / "extra.safetensors").unlink()
     return Folder(folder).tensors()
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("import --from=own/tiny --workdir=run", "--from=hf:own/tiny"),
+        ("train --config=quickstart --workdir=run --init_from=own/tiny", "--init_from=hf:own/tiny"),
+        ("data stats --config.data.train=own/texts", "--config.data.train=hf:own/texts"),
+        ("init --data=own/texts", "--data=hf:own/texts"),
+    ],
+)
+def test_a_name_of_the_hub_without_its_prefix_gets_it_in_the_fix(
+    words, fix, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words.split(), "--json"]) == InputMissing.code
+    assert json.loads(capsys.readouterr().out)["error"]["fix"].splitlines()[0] == fix
+    (tmp_path / "own").mkdir()
+    assert main([*words.split(), "--json"]) == InputMissing.code
+    assert "hf:" not in json.loads(capsys.readouterr().out)["error"]["fix"]
+
+
+def test_the_fix_of_a_name_without_its_prefix_imports_and_loads_the_model(
+    hub, tmp_path, monkeypatch, capsys
+):
+    publish(hub)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    words = ["import", "--workdir=run", "--quiet", "--json"]
+    assert main([*words, "--from=own/tiny"]) == InputMissing.code
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert main([*words, error["fix"].splitlines()[0]]) == 0
+    with pytest.raises(InputMissing) as caught:
+        jaxlm.load("own/tiny")
+    assert caught.value.fix == "jaxlm.load('hf:own/tiny')"
 
 
 def test_what_config_json_rules_out_is_said_before_anything_large_is_fetched(hub, capsys, tmp_path):

@@ -403,6 +403,7 @@ def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_mos
     ("words", "fix"),
     [
         ("import run --workdir=new", "jaxlm import --from=run --workdir=new"),
+        ("import own/tiny --json", "jaxlm import --from=hf:own/tiny --json"),
         ("eval run --json", "jaxlm eval --workdir=run --json"),
         ("train quickstart", "jaxlm train --config=quickstart"),
         ("quickstart", "jaxlm train --config=quickstart --workdir=runs/quickstart"),
@@ -415,6 +416,10 @@ def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_mos
         ("eval config=c.py", "jaxlm eval --help"),
         ("train file=c.py", "jaxlm train --help"),
         ("eval none", "jaxlm eval --help"),
+        ("eval --workdir=run a.txt", "jaxlm eval --workdir=run --text=a.txt"),
+        ("init a.txt --minutes=5", "jaxlm init --data=a.txt --minutes=5"),
+        ("train a.txt", "jaxlm init --data=a.txt"),
+        ("train none.txt", "jaxlm train --help"),
         ("config print --config=quickstart", "jaxlm config show --config=quickstart"),
         ("checkpoint ls --workdir=run", "jaxlm checkpoint list --workdir=run"),
     ],
@@ -423,6 +428,7 @@ def test_a_word_without_its_flag_gets_it_in_the_fix(words, fix, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
     assert main(words.split()) == CommandError.code
     printed = capsys.readouterr()
     assert f"fix    {fix}\n" in printed.err or fix in printed.out

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.checkpoint.verify import Verifier
-from jaxlm.core import config
+from jaxlm.core import config, hub
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, InputMissing
@@ -121,7 +121,8 @@ def as_run(
 ) -> str:
     """Return a run in place of a model of another library, which is imported to WORKDIR-base.
 
-    Raises CommandError if the process is not alone or has no WORKDIR, and else as `import_model`.
+    Raises CommandError if the process is not alone or has no WORKDIR, InputMissing for ORG/NAME
+    without its prefix, and else as `import_model`.
 
     Args:
       ref: RUN[@STEP], or a model of another library.
@@ -131,6 +132,13 @@ def as_run(
       is_alone: if there is one process.
     """
     if not is_model_of_another_library(ref):
+        if name := hub.guessed_name(ref):
+            raise InputMissing(
+                f"there is no run {ref}",
+                where=f"--init_from={ref}",
+                why=f"a model of the Hugging Face Hub begins with {hub.PREFIX}",
+                fix=f"--init_from={name}\nfind . -name config.json    # or a local one",
+            )
         return ref
     if workdir is None:
         raise CommandError(
