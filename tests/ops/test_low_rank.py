@@ -12,7 +12,8 @@ def test_the_product_is_the_closest_matrix_and_both_factors_are_of_one_size(shap
     weight = np.random.default_rng(0).standard_normal(shape)
     a, b = leading_factors(jnp.asarray(weight, jnp.float32), 3)
     left, values, right = np.linalg.svd(weight, full_matrices=False)
-    np.testing.assert_allclose(a @ b, (left[:, :3] * values[:3]) @ right[:3], atol=2e-6)
+    closest = (left[:, :3] * values[:3]) @ right[:3]
+    np.testing.assert_allclose(a @ b, closest, atol=1e-6 * values[0])  # rounding, on any processor
     for norms in (jnp.linalg.norm(a, axis=0), jnp.linalg.norm(b, axis=1)):
         np.testing.assert_allclose(norms, np.sqrt(values[:3]), rtol=1e-5)
 
