@@ -49,7 +49,7 @@ def test_the_config_is_the_plan_of_its_settings_and_takes_no_longer(texts, capsy
 
 
 def test_evaluations_take_a_twentieth_of_the_time(texts, capsys):
-    """A text that is longer than the time allows has more rows held out than the steps are worth."""
+    """A text that is longer than the time allows has more rows held out than steps are worth."""
     (texts / "texts/long.txt").write_text("A text is read in part if it takes too long. " * 400_000)
     _, run = made(capsys, "--on=cpu", "--minutes=1")
     batches, held = run.eval.batches, 0.05 * 400_000 * 45 / 3.6 / run.tokens_per_step
