@@ -22,10 +22,11 @@ class EvalConfig:
         "validation set whose loss ranks checkpoints and counts for train.patience; "
         "auto is the first",
     )
-    batches: int | Literal["all"] = setting(
-        "all",
-        "batches of each validation set during training, drawn by a fixed shuffle; "
-        "the last evaluation uses all",
+    batches: int | Literal["auto", "all"] = setting(
+        "auto",
+        "batches of each validation set during training, drawn by a fixed shuffle; auto keeps "
+        "evaluations to 3% of the work of the run, with 8 batches or more; after a time as "
+        "interval, and of drawn samples, auto is all; the last evaluation uses all",
         low=1,
     )
     tasks: tuple[str, ...] = setting((), "task files that are scored during training")

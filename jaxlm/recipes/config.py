@@ -8,6 +8,7 @@ Example:
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, get_args
 
@@ -47,6 +48,8 @@ from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 from jaxlm.tune.config import Full, Quantized, Tune, VirtualConfig
 
+READ_PER_TRAINED = 3  # tokens without gradients in the time of one with: they cost twice the loss
+EVALUATED_SHARE, FEWEST_EVALUATED = 0.03, 8  # of the work of the steps; batches of a set
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 
 
@@ -458,6 +461,26 @@ class Run:
     def rescores_rollouts(self) -> bool:
         """True if rollouts need scores of the trained program, apart from those of the sampler."""
         return self.objective.has_value_head or self.rl.correction != "none"
+
+    @property
+    def evaluated_batches(self) -> int | None:
+        """Batches of each validation set in an evaluation between two steps; None for all."""
+        if self.eval.batches != "auto":
+            return None if self.eval.batches == "all" else self.eval.batches
+        if self.eval.every.unit == "second" or self.objective.samples_answers:
+            return None
+        interval = self.eval.every.steps(self.train.steps, self.pace)
+        sets = len(self.data.validation_names)
+        if not interval or not sets:
+            return None
+        rows = EVALUATED_SHARE * READ_PER_TRAINED * self.pace.rows(self.train.steps)
+        rows /= math.ceil(self.train.steps / interval) * sets
+        return max(FEWEST_EVALUATED, int(rows / self.evaluated_rows))
+
+    @property
+    def evaluated_rows(self) -> int:
+        """Rows of a batch of an evaluation during training."""
+        return self.train.batch if self.eval.batch == "auto" else self.eval.batch
 
     @property
     def scored_share(self) -> float:

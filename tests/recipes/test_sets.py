@@ -6,6 +6,8 @@ import re
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import config as configs
+from jaxlm.recipes.config import Run
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -97,6 +99,41 @@ def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path
     page = (tmp_path / "stopped/report.html").read_text()
     assert f"{stopped[4]['loss_nats']:.4f} \u00b1 {error}</td>" in page
     assert f"<td>this run, far, after step 4, on {share:.1%} of the set</td>" in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        ({}, 9),  # of ten evaluations, each a third of the work of 9 of 1,000 steps
+        ({"eval.every": "5%"}, 8),  # at least
+        ({"eval.every": 500, "train.steps": 10_000}, 45),
+        ({"eval.batch": 4}, 18),
+        ({"data.validation": "a=5%,b=a.txt", "train.steps": 4000}, 18),
+        ({"train.batch_warmup": "2@50%"}, 8),
+        ({"eval.every": "10m"}, None),
+        ({"eval.batches": "all"}, None),
+        ({"eval.batches": 3}, 3),
+    ],
+)
+def test_evaluations_between_steps_take_a_small_part_of_the_work(settings, batches):
+    defaults = {"train.steps": 1000, "train.batch": 8}
+    flags = [(name, str(value)) for name, value in (defaults | settings).items()]
+    assert configs.load(Run, None, flags).value.evaluated_batches == batches
+
+
+def test_few_rows_are_all_evaluated_each_time_and_rank_with_those_of_more_steps(config, tmp_path):
+    """A run with more steps may read more batches of a larger set, but not of this one."""
+    auto = "--config.eval.batches=auto"
+    assert main(harness.words(config, tmp_path / "run", auto)) == 0
+    steps = ("--config.train.steps=2000", "--allow_change=train.steps")
+    more = (*steps, "--config.eval.every=5", "--stop_at=5")
+    assert main(harness.words(config, tmp_path / "run", auto, *more)) == 0
+    rows = [each for each in harness.records(tmp_path / "run") if each["split"] == "far"]
+    assert [(each["step"], each["share"]) for each in rows] == [(n, 1.0) for n in range(1, 6)]
+    best = harness.store(tmp_path / "run").record(5).meta["progress"]
+    assert best["best_loss"] == min(each["loss_nats"] for each in rows)
+    assert "best" not in (tmp_path / "run/warnings.jsonl").read_text()
+    assert "batches of it" not in (tmp_path / "run/log.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,6 @@ GOOD_EPOCHS, MAX_EPOCHS = 4, 16
 STEPS = 2000  # updates of a run of any length, within the limits of the batch
 MIN_BATCH, MAX_BATCH = 2048, 2**19  # tokens
 MIN_STEPS = 100
-# An evaluation is a third of the work of a step, and nine of ten read `eval.batches`: those take a
-# twentieth of the steps' time.
-EVALUATION_STEPS, MIN_EVALUATION = 60, 8  # steps for one batch; fewest batches
-HELD_OUT = 0.05  # of the text, without data.validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,9 +171,6 @@ def _sized(
     rows = max(batch // run.data.sequence, request.machine.devices)
     settings["train.batch"] = rows
     settings["train.steps"] = max(MIN_STEPS, round(tokens / (rows * run.data.sequence)))
-    batches = max(MIN_EVALUATION, settings["train.steps"] // EVALUATION_STEPS)
-    if batches * rows * run.data.sequence < HELD_OUT * text_tokens:
-        settings["eval.batches"] = batches
     run = _loaded(settings)
     plan = _fitted(run, request.machine)
     if plan is None:
@@ -232,7 +225,6 @@ REASONS = {
     "optim.name": "The rate falls with the size (arXiv:2001.08361, equation D.1).",
     "train.batch": "{tokens} tokens in {steps} steps: {epochs} times the text.",
     "eval.every": "An evaluation and a checkpoint at every tenth of the run.",
-    "eval.batches": "Evaluations take 5% of the time: they read a part, the last one all.",
 }
 
 

@@ -302,7 +302,7 @@ class TrainPrograms:
         `limit` is a number of batches of randomly chosen rows; None reads the whole set.
         """
         run = self.run
-        size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
+        size = run.evaluated_rows
         rows = host.host_rows(self.model.mesh, size)
         adapter = {} if self.adapter is None else {"adapter": self.adapter}
         eval_step = functools.partial(self.eval_step, self.whole(params), **adapter)
@@ -325,6 +325,19 @@ class TrainPrograms:
                 record = evals.evaluate(eval_step, batches, self._put, sample).record()
             results[name] = record | {"share": sample.rows / sample.of}
         return results
+
+    def evaluated(self, run: Run) -> dict[str, int]:
+        """Return the rows of each set that an evaluation between steps of this run reads.
+
+        `run` has these validation sets. Equal numbers are the same rows.
+        """
+        size, limit = run.evaluated_rows, run.evaluated_batches
+        sets = self.data.validation.items()
+        return {name: loader.evaluated(batch=size, limit=limit) for name, loader in sets}
+
+    def evaluates_all(self, name: str) -> bool:
+        """Return whether an evaluation between two steps reads all rows of a validation set."""
+        return self.evaluated(self.run)[name] == self.data.validation[name].plan.rows
 
     def _accepted(
         self, params: Any, batches: Iterable[Tokens], sample: evals.EvaluatedRows

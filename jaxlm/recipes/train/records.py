@@ -551,13 +551,13 @@ def _compare_with_baselines(trainer: "Trainer") -> dict[str, Any]:
 
 def _best(trainer: "Trainer") -> str:
     """Return the best evaluation."""
-    progress, batches = trainer.progress, trainer.run_config.eval.batches
-    loss = progress.best_loss
-    if loss is None:
+    progress, batches = trainer.progress, trainer.run_config.evaluated_batches
+    loss, ranking_set = progress.best_loss, trainer.evaluator.ranking_set
+    if loss is None or ranking_set is None:
         return "no evaluation"
-    sample = "" if batches == "all" else f", {batches} batches of it"
+    is_whole = trainer.programs.evaluates_all(ranking_set)
+    sample = "" if is_whole else f", {batches} batches of it"
     warning = ", worse than uniform" if trainer.alarm.is_worse_than_uniform(loss) else ""
-    ranking_set = trainer.evaluator.ranking_set
     figure = f"{loss:.4f} nats"
     if trainer.run_config.objective.samples_answers:  # whose loss is the negative reward
         figure, warning = f"reward {-loss:z.4f}", ""

@@ -11,6 +11,7 @@ from jaxlm.data import chat_templates
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.evals.tasks import scoring
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import READ_PER_TRAINED
 from jaxlm.recipes.train.api import RunContext
 from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.use import tasks
@@ -19,7 +20,6 @@ from jaxlm.training.state import TrainState
 
 SPLIT = "tasks"  # of the records in metrics.jsonl
 SHARE = 0.04  # of the work of the steps: with the reading of samples and files, 5% of the time
-READ_PER_TRAINED = 3  # the gradient costs two times as much as the loss
 FEWEST = 100  # items of a task
 
 

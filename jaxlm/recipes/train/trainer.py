@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxlm.core import backend, faults
+from jaxlm.core import backend, config, faults
 from jaxlm.core.batch_schedule import Phase
 from jaxlm.core.callbacks import Event
 from jaxlm.core.errors import Preempted
@@ -17,7 +17,6 @@ from jaxlm.core.span import Span
 from jaxlm.data import loader
 from jaxlm.data.baselines import unigram_of
 from jaxlm.data.mixture import MixtureLoader
-from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.sampler import Sampler
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips, host_machine
@@ -25,6 +24,7 @@ from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
 from jaxlm.recipes import setup
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.train import checkpointing
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
@@ -125,10 +125,16 @@ class Trainer(TrainLoop):
         """Set the host's counters to those of a checkpoint; None sets them to the start."""
         self.start: int = meta["step"] if meta else 0
         self.progress = Progress(**meta["progress"]) if meta else Progress()
-        if meta and not _can_rank_together(meta["config"]["eval"], self.run_config.eval):
+        if meta and not self._can_rank_with(config.from_json(Run, meta["config"])):
             self.progress.forget()
         self.evaluation: dict[str, Any] | None = meta["evaluation"] if meta else None
         self.context.directory.step = self._counted = self.start
+
+    def _can_rank_with(self, before: Run) -> bool:
+        """Return whether losses of the run as it was are of the same rows as later ones."""
+        is_same_set = before.eval.follow == self.run_config.eval.follow
+        rows = [self.programs.evaluated(run) for run in (before, self.run_config)]
+        return is_same_set and rows[0] == rows[1]
 
     def _state(self) -> TrainState:
         """Return the state before the next step."""
@@ -458,10 +464,11 @@ class Evaluator:
         ranking set's record.
         """
         run, programs = self._programs.run, self._programs
-        partial = None if run.eval.batches == "all" else run.eval.batches
+        partial = run.evaluated_batches
+        assert self.ranking_set is not None  # else no evaluation is due
         limit = None if step in (0, run.train.steps) else partial
         results = ranked = programs.evaluate(state.params, limit=limit)
-        if limit != partial and step:
+        if limit != partial and step and not programs.evaluates_all(self.ranking_set):
             ranked = programs.evaluate(state.params, limit=partial)
         average = run.average
         if not isinstance(average, NoAverage) and step >= first_averaged_update(
@@ -469,7 +476,6 @@ class Evaluator:
         ):
             averaged = programs.evaluate(programs.averaged(state), limit=limit)
             results |= {f"{name}.{average.name}": record for name, record in averaged.items()}
-        assert self.ranking_set is not None  # else no evaluation is due
         for name, record in results.items():
             fields = judge(step, record["loss_nats"]) if name == self.ranking_set else {}
             self._logger.write(step, name, record | fields)
@@ -563,11 +569,3 @@ def source_metrics(
         values = {"rows": rows, "tokens": tokens, "epochs": epochs, "weight": weight}
         metrics |= {f"sources/{name}/{field}": value for field, value in values.items()}
     return metrics
-
-
-def _can_rank_together(before: dict[str, Any], after: EvalConfig) -> bool:
-    """Return whether losses by an earlier `eval` section are of the same rows as later ones."""
-    is_same_set = before.get("follow", "auto") == after.follow
-    if before["batches"] == after.batches == "all":
-        return is_same_set
-    return is_same_set and (before["batches"], before["batch"]) == (after.batches, after.batch)
