@@ -278,6 +278,7 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         self._choices: Any = None
+        self.examples: str = self.description or ""  # has command lines, also those of actions
 
     def add_action(self, name: str, run: Any, doc: str) -> "Parser":
         """Add an action, whose `run(args, out)` returns the exit code, and return its parser."""
@@ -285,6 +286,7 @@ class Parser(argparse.ArgumentParser):
             self._choices = self.add_subparsers(dest="action", required=True)
         action = self._choices.add_parser(name, help=doc, description=f"{doc[0].upper()}{doc[1:]}.")
         action.set_defaults(run_action=run)
+        action.examples = self.examples
         self._choices.metavar = "|".join(self._choices.choices)
         return action
 
@@ -412,15 +414,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error, for `read` to explain."""
-        raise _Misfit(self.prog, message)
+        raise _Misfit(self.prog, message, self.examples)
 
 
 class _Misfit(Exception):
     """A word that argparse refused, and why."""
 
-    def __init__(self, prog: str, message: str):
+    def __init__(self, prog: str, message: str, examples: str):
         super().__init__(message)
-        self.prog, self.message = prog, message
+        self.prog, self.message, self.examples = prog, message, examples
 
     def explained(self, words: Sequence[str]) -> CommandError:
         """Return the error; its fix is made of the typed command line."""
@@ -444,7 +446,19 @@ class _Misfit(Exception):
             with contextlib.suppress(ValueError):
                 value = show(problems.same(count, number[2]))
                 return self._error(f"{flag}={value}")
-        return self._error(f"{self.prog} --help")
+        return self._error(self._with_missing(words) or f"{self.prog} --help")
+
+    def _with_missing(self, words: Sequence[str]) -> str | None:
+        """Return the typed line with the flags that it lacks, each as an example has it."""
+        missing = self.message.partition("the following arguments are required: ")[2]
+        flags = []
+        for name in missing.split(", ") if missing else ():
+            value = r"(?![A-Z]+\b)\S+"  # no placeholder
+            line = rf"^{re.escape(self.prog)} (?:.* )?({re.escape(name)}={value})"
+            if (example := re.search(line, self.examples, re.MULTILINE)) is None:
+                return None
+            flags.append(example[1])
+        return " ".join([self.prog.partition(" ")[0], shlex.join(words), *flags]) if flags else None
 
     def _error(self, fix: str) -> CommandError:
         what, why = self.message.removeprefix("argument "), "the command line does not fit the verb"

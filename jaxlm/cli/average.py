@@ -1,4 +1,8 @@
-"""Average the parameters of checkpoints, of one run or of several runs, into a new run."""
+"""Average the parameters of checkpoints, of one run or of several runs, into a new run.
+
+jaxlm average --workdir=runs/a --newest=5 --out=runs/a-mean
+jaxlm average --workdir=runs/a --with=runs/b --out=runs/soup    of two runs
+"""
 
 from pathlib import Path
 from typing import Any

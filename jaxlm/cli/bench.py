@@ -1,5 +1,8 @@
 """Measure the training speed of this machine on standard sizes: tokens/s, step time, MFU, memory.
 
+jaxlm bench
+jaxlm bench --sizes=124M --config.train.remat=full
+
 The memory is compared with the plan. Only the compiled step is timed, on random rows in device
 memory: no data is read. --config.a.b=V changes a setting of all sizes. --compare=FILE compares with
 the JSON of an earlier measurement or of another machine.

@@ -1,5 +1,8 @@
 """Compare a reduced config on fake devices with one device: losses, gradients and collectives.
 
+jaxlm check --config=my_config.py --config.mesh.fsdp=4    4 fake devices
+jaxlm check --config=llama_1b --topology=v5e-256
+
 Exit code 1 if a loss or a gradient norm differs by more than 1e-5; if a parameter matrix is
 replicated along an axis that should shard it; if a device holds the logits of a whole vocabulary
 that the mesh shards; or if activations, logits or parameters are sent without need. Each finding

@@ -2,7 +2,7 @@
 
 jaxlm checkpoint list --workdir=RUN                       steps, and the steps in quarantine
 jaxlm checkpoint inspect --workdir=RUN [--step=N]         record of a step, layout of each array
-jaxlm checkpoint diff --workdir=RUN --step=A --other=B    differences of two steps, by array
+jaxlm checkpoint diff --workdir=RUN --step=2 --other=4    differences of two steps, by array
 jaxlm checkpoint verify --workdir=RUN [--step=N]          digests; exit 65 if a byte has changed
 
 RUN may also be the URL of `checkpoint.directory`; then no run directory is needed.

@@ -1,5 +1,8 @@
 """Draw answers of a run to prompts, score them, and keep the best ones or pairs to train on.
 
+jaxlm collect --workdir=runs/a --prompts=p.jsonl --judge=number --out=best    the best of 8 answers
+jaxlm collect --workdir=runs/a --prompts=p.txt --judge=judge:runs/b --keep=pairs --out=pairs
+
 The judge is a reward (exact, number, choice, json, regex:PATTERN, format:TAGS, length:TOKENS, ended
 or FILE.py:FUNCTION), a reward model (reward:RUN), a run that is asked if the answer is good
 (judge:RUN: the score is log p(Yes) - log p(No)), or a run that is shown every two answers of a

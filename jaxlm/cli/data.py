@@ -1,13 +1,13 @@
 """Clean text, inspect data, and write token shards.
 
-jaxlm data peek --config=FILE               examples as the model sees them, targets marked
-jaxlm data stats --config=FILE              documents, tokens, rows, skipped documents
-jaxlm data tokenize --config=FILE --out=DIR writes DIR/train and a folder per validation set
-jaxlm data check DIR                        verifies the digests of token shards
-jaxlm data run --config=RECIPE --out=DIR    cleans raw files; kept, removed with reasons, funnel
-jaxlm data clusters DIR                     duplicates that `data run` removed, side by side
+jaxlm data peek --config=FILE                examples as the model sees them, targets marked
+jaxlm data stats --config=FILE               documents, tokens, rows, skipped documents
+jaxlm data tokenize --config=FILE --out=DIR  writes DIR/train and a folder per validation set
+jaxlm data check DIR                         verifies the digests of token shards
+jaxlm data run --config=RECIPE --out=DIR     cleans raw files; kept, removed with reasons, funnel
+jaxlm data clusters DIR                      duplicates that `data run` removed, side by side
 jaxlm data mix --config.sources=web=DIR,code=DIR --out=DIR       token shards and a data card
-jaxlm data train-classifier --examples=LABEL=GLOB ... --out=DIR  classifier for the stage quality
+jaxlm data train-classifier --examples=LABEL=GLOB --out=DIR      classifier for the stage quality
 """
 
 import shlex

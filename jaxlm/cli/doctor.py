@@ -1,5 +1,8 @@
 """Check this machine: versions, devices, memory, disks, and the results of the devices.
 
+jaxlm doctor
+jaxlm doctor --workdir=runs/a    and the disk of a run
+
 Each finding that is not ok comes with its fix. Exit code 1 if a problem keeps a run from working,
 or from using the hardware.
 """

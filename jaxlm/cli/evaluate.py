@@ -1,5 +1,9 @@
 """Evaluate a run: loss, perplexity, bits per byte, accuracy, calibration; on any text with --text.
 
+jaxlm eval --workdir=runs/a                                           the validation sets of the run
+jaxlm eval --workdir=runs/a --text='new/*.txt'                        other text
+jaxlm eval --workdir=runs/a --tasks=arc.toml,math.toml --limit=200    tasks
+
 Loss and perplexity are means over all targets, ends of documents included. bits/byte is their nll
 divided by the bytes of the text (bits_per_byte); "without ends" excludes the nll of targets without
 bytes (bits_per_byte_text), as lm-evaluation-harness and nanochat do.

@@ -1,5 +1,8 @@
 """Export a run's model for transformers or llama.cpp, read it back, and compare the logits.
 
+jaxlm export --workdir=runs/a --out=model                     a folder of transformers
+jaxlm export --workdir=runs/a --out=m.gguf --scheme=q4_k_m    a file of llama.cpp
+
 --to=peft writes the adapter alone, as a folder of PEFT; its base is exported as a model.
 """
 

@@ -1,4 +1,9 @@
-"""Generate text with a run. Several --prompt are processed as one batch."""
+"""Generate text with a run. Several --prompt are processed as one batch.
+
+jaxlm generate --workdir=runs/a --prompt='Once upon a time'
+jaxlm generate --workdir=runs/chat --chat --prompt='Why is the sky blue?' --max_tokens=300
+jaxlm generate --workdir=runs/a --prompt=- --temperature=0 < prompt.txt    greedy
+"""
 
 import dataclasses
 import shlex

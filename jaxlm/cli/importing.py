@@ -1,5 +1,9 @@
 """Import a Hugging Face or GGUF model: a folder with config.json and safetensors, or a .gguf file.
 
+jaxlm import --from=hf:Qwen/Qwen3-0.6B --workdir=runs/qwen               from the Hub
+jaxlm import --from=model.gguf --workdir=runs/m                          a file of llama.cpp
+jaxlm import --adapter=lora --init_from=runs/qwen --workdir=runs/lora    of PEFT
+
 hf:ORG/NAME is downloaded from the Hugging Face Hub (safetensors, config and tokenizer) into the
 cache of huggingface_hub. --adapter=DIR --init_from=RUN imports an adapter of PEFT for a model; one
 of another library is imported first, to WORKDIR-base.

@@ -1,5 +1,8 @@
 """Find a learning rate by a range test: the rate grows at every step until the loss grows too.
 
+jaxlm lr-find --config=my_config.py
+jaxlm lr-find --config=finetune/lora --init_from=runs/a --config.data.train=chat.jsonl
+
 The suggestion is a third of the rate with the lowest smoothed loss, as flags to paste. The curve is
 written to --out as lr-find.json and lr-find.png; no run directory is written. For fine-tuning,
 --init_from names the model as in `jaxlm train`; without it the test begins at random weights.

@@ -1,4 +1,7 @@
-"""Merge a run's adapter into its base: a new run that needs no adapter, and its difference."""
+"""Merge a run's adapter into its base: a new run that needs no adapter, and its difference.
+
+jaxlm merge --workdir=runs/lora --out=runs/merged
+"""
 
 from pathlib import Path
 from typing import Any, get_args

@@ -1,5 +1,9 @@
 """Predict memory per device, time, cost and sharding of a run, before it starts.
 
+jaxlm plan --config=llama_1b --on=h100x8       of a shipped config
+jaxlm plan --config=my_config.py --fit         settings that fit this machine
+jaxlm plan --serve --workdir=runs/a --on=t4    a server
+
 The prediction is arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090,
 t4, v5e-16, v5p-128, tpu7x-64, or cpu; by default the GPUs of this machine if JAX would use them,
 else its CPU. For any other GPU --on=NAME --memory=24GB predicts if the run fits, without times.

@@ -1,5 +1,8 @@
 """Remove layers of a run: a smaller run to distil into, and the value of each layer.
 
+jaxlm prune --workdir=runs/a --keep=harm:6 --out=runs/a-6    the 6 layers of most value
+jaxlm prune --workdir=runs/a --keep=0,1,2,7 --out=runs/a-4
+
 The harm of a layer is the rise of the validation loss without it. The new run has the kept layers
 and all other weights unchanged: its loss is high until it is trained with `--init_from`, usually
 with the original run as its teacher.

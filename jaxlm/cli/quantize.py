@@ -1,5 +1,8 @@
 """Quantize a run's weights to four or eight bits in a new run, and measure the change.
 
+jaxlm quantize --workdir=runs/a --scheme=int8 --out=runs/a-int8
+jaxlm quantize --workdir=runs/a --scheme=int4 --method=gptq --calibration=train --out=runs/a-int4
+
 Weights are rounded to nearest, or by GPTQ or AWQ to the inputs that a calibration text has. Loss
 and bits per byte on the validation set, the distance of the distributions, greedy texts, bytes and
 speed are printed before and after. If the loss grows by more than --allow, nothing is written.

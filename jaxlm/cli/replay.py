@@ -1,5 +1,7 @@
 """Replay one step of a run: its documents, loss, gradient by layer, and the guard's verdict.
 
+jaxlm replay --workdir=runs/a --step=120
+
 The run directory is only read. On the mesh of the run the loss equals the logged one bit for bit.
 """
 

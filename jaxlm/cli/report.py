@@ -1,4 +1,7 @@
-"""Draw the plots and write the report of a run directory again."""
+"""Draw the plots and write the report of a run directory again.
+
+jaxlm report --workdir=runs/a
+"""
 
 from pathlib import Path
 from typing import Any

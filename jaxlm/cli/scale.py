@@ -1,5 +1,8 @@
 """Compute the best model size and number of tokens for a FLOPs budget, with confidence ranges.
 
+jaxlm scale --budget=1e20 --on=h100x8
+jaxlm scale --sweep --config=my_config.py --workdir=runs/law    runs of yours
+
 The scaling law has published constants (Chinchilla's replication, compared with the original), or
 is fitted to your finished runs: those of --runs, or in --workdir. --sweep trains such runs first,
 in --workdir, at widths and steps below those of --config. A fitted law predicts the largest run

@@ -1,5 +1,9 @@
 """Serve the model of a run over HTTP, with OpenAI's API for completions and chat.
 
+jaxlm serve --workdir=runs/a                                   on http://127.0.0.1:8000
+jaxlm serve --workdir=runs/a --slots=16 --context=2048         16 requests at once
+jaxlm serve --workdir=runs/a --host=0.0.0.0 --keys=keys.txt    for other machines
+
 The server listens on this machine alone, unless --keys names a file of keys. `jaxlm serve
 --keys=FILE --add_key` adds a key to the file and prints it. A SIGTERM ends the server after the
 requests that it has accepted.

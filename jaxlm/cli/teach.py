@@ -1,5 +1,7 @@
 """Store a run's next-token distributions on training data, to train students on them.
 
+jaxlm teach --workdir=runs/teacher --config=my_config.py --out=taught
+
 The folder has the likeliest next ids of each token, their log-probabilities, and that of all other
 ids together. `jaxlm train` with `objective.name=distill` and `objective.stored` reads them instead
 of running the teacher. Name the config of the student: its data is read, in its rows, at the

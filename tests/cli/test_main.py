@@ -72,6 +72,37 @@ def test_every_module_of_the_room_is_a_verb():
 
 
 @pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_examples_that_it_takes(name):
+    module = importlib.import_module(VERBS[name].module)
+    lines = re.findall(rf"^jaxlm {name}\b.*$", module.__doc__, re.MULTILINE)
+    assert lines
+    for line in lines:
+        command = re.split(r" {2,}| [<>\[] ?", line)[0]
+        words = shlex.split(command)[1:]
+        parser = arguments.Parser(prog=f"jaxlm {name}", description=module.__doc__)
+        module.add_arguments(parser)
+        parser.add_shared()
+        shared, rest = arguments.extract(words[1:])
+        args, left = parser.read(rest, words)
+        assert not left, command
+        arguments.check_taken(command, getattr(args, "withheld", {}), shared, rest)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("merge --workdir=run", "jaxlm merge --workdir=run --out=runs/merged"),
+        ("quantize run", "jaxlm quantize run --scheme=int8 --out=runs/a-int8"),
+        ("tokenizer train a.txt", "jaxlm tokenizer train a.txt --out=my.model"),
+        ("data run", "jaxlm data run --help"),
+    ],
+)
+def test_a_line_that_lacks_flags_gets_those_of_an_example(words, fix, capsys):
+    assert main(words.split()) == CommandError.code
+    assert capsys.readouterr().err.endswith(f"  fix    {fix}\n")
+
+
+@pytest.mark.parametrize("name", VERBS)
 def test_every_verb_explains_itself(name, capsys):
     assert main([name, "--help"]) == 0
     text = capsys.readouterr().out
