@@ -519,7 +519,11 @@ def inject_faults(batch: Tokens, number: int) -> Tokens:
     """Return a batch with the faults that a test injects: its loss will not be finite."""
     for fault in faults.planned("batch"):
         if fault.is_at(number):
-            batch = batch._replace(weights=batch.weights * float("nan"))
+            if (rollout := batch.rollout) is None:
+                batch = batch._replace(weights=batch.weights * float("nan"))
+            else:
+                spoilt = rollout._replace(advantages=rollout.advantages * float("nan"))
+                batch = batch._replace(rollout=spoilt)
     return batch
 
 

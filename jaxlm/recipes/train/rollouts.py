@@ -160,16 +160,16 @@ class Rollouts(contextlib.ExitStack):
         """Yield the batches of the steps after `start`, on the devices, without end.
 
         The first rollouts of a run, and those after batches that a rewind left out, are drawn from
-        the parameters there instead of earlier ones.
+        the parameters there instead of earlier ones, unless they were drawn ahead.
         """
         rl, size = self._run.rl, self._run.train.batch
         self._wait()
         self._drawings = self._resumed(start, skips)
+        self._figures = {}  # after a rewind, those of steps that are made again
         self._dead = self._dead_before(start)
-        part = loaders.batch_number(start, skips) % rl.steps
-        noted = min(self._drawings, default=None) if part else None
-        if noted is not None and not self._is_logged(start - part + 1):
-            self._figures[start - part + 1] = self._drawings[noted].result().figures
+        noted = self._in_use(start, skips)
+        if noted is not None and not self._is_logged(first := self._begun(start, skips)):
+            self._figures[first] = self._drawings[noted].result().figures
         for step in itertools.count(start):
             number = loaders.batch_number(step, skips)
             rollout, part = divmod(number, rl.steps)
@@ -186,12 +186,26 @@ class Rollouts(contextlib.ExitStack):
 
     def _resumed(self, start: int, skips: Skips) -> dict[int, Future[Drawing]]:
         """Return the rollouts that were drawn before the step at which a run resumes."""
-        number = loaders.batch_number(start, skips)
-        if not start or number != loaders.batch_number(start - 1, skips) + 1:
+        if not start:
             return {}
-        rollout, part = divmod(number, self._run.rl.steps)
-        stop = rollout + self._run.rl.lag + bool(part)
-        return {each: _done(self._stored(each, start)) for each in range(rollout, stop)}
+        stop = self._rollout(start - 1, skips) + self._run.rl.lag + 1
+        first = self._rollout(start, skips)
+        return {each: _done(self._stored(each, start)) for each in range(first, stop)}
+
+    def _rollout(self, step: int, skips: Skips) -> int:
+        """Return the rollout that is trained on after `step` completed steps."""
+        return loaders.batch_number(step, skips) // self._run.rl.steps
+
+    def _in_use(self, start: int, skips: Skips) -> int | None:
+        """Return the rollout that is trained on before a step and after it; None without one."""
+        rollout = self._rollout(start, skips)
+        return rollout if start and self._rollout(start - 1, skips) == rollout else None
+
+    def _begun(self, start: int, skips: Skips) -> int:
+        """Return the first step that is trained on the rollout of the step after `start`."""
+        while self._in_use(start, skips) is not None:
+            start -= 1
+        return start + 1
 
     def _dead_before(self, start: int) -> int:
         """Return the number of rollouts in a row before a step whose groups are all dead.

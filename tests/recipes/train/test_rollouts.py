@@ -1,6 +1,7 @@
 """Runs that learn from rewards: rollouts, figures, resuming, and errors before the first step."""
 
 import json
+import shutil
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import faults
 from jaxlm.core.errors import Diverged
 from jaxlm.objectives.policy_config import Policy
 from jaxlm.recipes.train.rollouts import Drawing, Rollouts
@@ -379,6 +381,34 @@ def bare(**settings):
     rollouts.__dict__ |= {"_run": run, "_objective": Policy(), "_thread": None, "_unnoted": None}
     rollouts.__dict__ |= {"_drawings": {}, "_dead": 0}
     return rollouts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "start", "settings"),
+    [
+        # Step 5 of the abandoned steps began with a rollout; now step 4 does, and step 7 is logged.
+        ("batch:nan@4-5", 3, "log.every=7,guard.skip=5,rl.updates=4"),
+        # Rollout 7 was drawn ahead when batches 4 to 6 are left out.
+        ("batch:nan@5-6", 4, "rl.updates=1,rl.lag=4,guard.skip=3,guard.rewind_steps=4"),
+        # The batches that are left out are parts of a rollout.
+        ("batch:nan@5-6", 4, "rl.updates=4,rl.epochs=2,guard.skip=2,guard.rewind_steps=4"),
+    ],
+)
+def test_a_run_after_a_rewind_is_one_that_resumes_there(
+    config, tmp_path, monkeypatch, plan, start, settings
+):
+    monkeypatch.setattr(faults, "_faults", faults.parse(plan))
+    common = "train.steps=8,eval.every=8,guard.budget=2,checkpoint.keep_last=9,optim.lr=1e-2"
+    common += ",reward.functions=length:3"
+    flags = [f"--config.{each}" for each in f"{common},{settings}".split(",")]
+    assert train(config, tmp_path / "whole", *flags) == 0
+    assert len(json.loads((tmp_path / "whole/rewinds.json").read_text())) == 1
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    assert train(config, tmp_path / "parts", *flags, f"--start_at={start}", "--force") == 0
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(tmp_path / "parts", name) == records(tmp_path / "whole", name)
+    assert harness.state_digest(tmp_path / "parts") == harness.state_digest(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
