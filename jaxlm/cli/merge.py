@@ -33,7 +33,7 @@ def run(args: Any, out: Output) -> int:
     for base, each in compared.items():
         mean, largest = (f"{each[f'{name}_nats']:.3g}" for name in ("mean", "largest"))
         lines.append(
-            f"{base}log-probabilities differ by {mean} nats on average and {largest} at most, on "
+            f"{base}{each['compared']} differ by {mean} nats on average and {largest} at most, on "
             f"{each['tokens']:,} tokens, from the adapter on its base"
         )
     return out.result(answer, lines)

@@ -132,7 +132,13 @@ def test_an_adapter_trains_a_new_head_on_a_base_without_one(config, tmp_path, ca
     whole = tmp_path / "whole"
     assert train(config, whole, f"--init_from={base}") == 0
     assert train_records(whole)[0]["loss_nats"] == pytest.approx(math.log(2), abs=1e-7)
+    capsys.readouterr()
     assert main(["merge", f"--workdir={tuned}", f"--out={merged}"]) == 0
+    assert "scores differ by " in capsys.readouterr().out
+    assert main(["eval", f"--workdir={base}", f"--adapter={tuned}"]) == 2
+    output = capsys.readouterr().err
+    assert "objective.name = reward" in output
+    assert f"jaxlm eval --workdir={tuned}" in output
     figures = []
     for workdir in (tuned, merged):
         capsys.readouterr()

@@ -8,6 +8,7 @@ from typing import Any
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import chat_templates
+from jaxlm.models.heads import ADDED_HEADS
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import adapter_places
 from jaxlm.recipes.exchange.import_adapter import read_folder
@@ -61,16 +62,17 @@ class RunAdapter(load.Adapter):
     source: load.InitSource
 
     def leaves(self, model: setup.ShardedModel, base: Any) -> Any:
-        """Return the leaves of the step."""
+        """Return the leaves of the step, without a head that only its training reads."""
         del base
-        target = model.own(setup.abstract_params(model))
-        return self.source.store.restore_part(self.source.step, "params", target)
+        step, target = self.source.step, model.own(setup.abstract_params(model))
+        return self.source.store.restore_part(step, "params", target, left_out=ADDED_HEADS)
 
 
 def _of_run(ref: str, base: load.InitSource, say: Log) -> RunAdapter:
     """Return the adapter of RUN[@STEP] in the precision of this run.
 
-    Raises CommandError if the run has none, DataError if it was trained on other weights.
+    Raises CommandError if the run has none, or its objective makes another use of the model;
+    DataError if it was trained on other weights.
     """
     source = load.open_run_ref(ref, FLAG, say)
     if isinstance(source.run.tune, Full):
@@ -88,6 +90,15 @@ def _of_run(ref: str, base: load.InitSource, say: Log) -> RunAdapter:
             why=f"sha256 of {base} is {base.digest[:16]}..., and "
             f"{source.workdir / load.BASE} has {record['sha256'][:16]}...",
             fix=f"{shlex.quote('--workdir=' + record['run'])} --step={record['step']}",
+        )
+    objective, other = source.run.objective, base.run.objective
+    if objective.prompts != other.prompts:
+        raise CommandError(
+            "the adapter does not fit the objective of the base",
+            where=f"{FLAG}={ref}",
+            why=f"it was trained with objective.name = {objective.name}, and {base.workdir} "
+            f"is read as one of {other.name}",
+            fix=f"jaxlm eval --workdir={shlex.quote(str(source.workdir))}    # with its base",
         )
     run = dataclasses.replace(base.run, tune=source.run.tune, precision=source.run.precision)
     return RunAdapter(run=run, source=source)

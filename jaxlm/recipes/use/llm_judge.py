@@ -47,7 +47,7 @@ class AskedModel:
     """A run that is asked a question: the answer is the log-odds of two words.
 
     The question is a user's turn if the run has a chat template. Both words are read by their first
-    tokens, in one forward pass.
+    tokens, in one forward pass. A model that reads prompts in both directions reads the question so.
 
     Attributes:
       digest: of the step's parameters.
@@ -82,9 +82,14 @@ class AskedModel:
                 fix="name a run with another tokenizer",
             )
 
+        is_both_ways = opened.run.objective.prompts == "both ways"
+
         def odds(model: Model, batch: Tokens) -> jax.Array:
-            hidden = model.read(batch, key=None).values
             last = jnp.maximum((batch.segments > 0).sum(1) - 1, 0)
+            if is_both_ways:  # the question is a prompt
+                slots = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
+                batch = batch._replace(visible_until=jnp.maximum(slots, last[:, None]))
+            hidden = model.read(batch, key=None).values
             values = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
             logits = model.logits(values)[:, 0].astype(jnp.float32)
             return logits[:, first] - logits[:, second]

@@ -16,6 +16,7 @@ from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.objectives.loss import score
+from jaxlm.objectives.reward import score_slots
 from jaxlm.parallel import host
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
@@ -39,7 +40,7 @@ def merge(
     """Write a run whose step 0 has the merged weights, and compare it with the adapter on its base.
 
     The answer has the mean and the largest difference of the log-probabilities of the validation
-    set's tokens, in nats. Weights on a dequantized base are stored in bfloat16. For a quantized
+    set's tokens, in nats; of a reward model, of the scores after these tokens. Weights on a dequantized base are stored in bfloat16. For a quantized
     base `onto` of the answer has both differences for both bases.
 
     Raises:
@@ -120,18 +121,22 @@ def _in_bfloat16(merged: load.LoadedRun) -> load.LoadedRun:
 
 
 def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> dict[str, Any]:
-    """Return mean and largest difference of the log-probabilities of the same tokens."""
+    """Return mean and largest difference of the log-probabilities of the same tokens, or scores."""
     mesh, run = merged.model.mesh, merged.run
     size = setup.pass_rows(run, mesh)
     rows, put = host.host_rows(mesh, size), functools.partial(host.put, mesh)
+    has_scores = run.objective.has_reward_head
 
-    def nll(blueprint: Blueprint, params: Any, batch: Tokens) -> jax.Array:
-        return score(blueprint.merge(params), batch, None, setup.pass_chunk(run))[0].nll
+    def values(blueprint: Blueprint, params: Any, batch: Tokens) -> jax.Array:
+        model = blueprint.merge(params)
+        if has_scores:
+            return score_slots(model, batch._replace(answers=None), None)[0]
+        return score(model, batch, None, setup.pass_chunk(run))[0].nll
 
     loader = next(iter(evaluate.open_loaders(merged, (), run.data.sequence, say).values()))
     with jax.set_mesh(mesh):
         scores = [
-            jax.jit(functools.partial(nll, each.model.blueprint)) for each in (adapted, merged)
+            jax.jit(functools.partial(values, each.model.blueprint)) for each in (adapted, merged)
         ]
         total, count, largest = 0.0, 0, 0.0
         for batch in itertools.islice(loader.evaluation(batch=size, rows=rows), BATCHES):
@@ -145,4 +150,6 @@ def _differences(adapted: load.LoadedRun, merged: load.LoadedRun, say: Log) -> d
             distance = jnp.where(is_read, jnp.abs(first - second), 0.0)
             total, largest = total + float(distance.sum()), max(largest, float(distance.max()))
             count += int(is_read.sum())
-    return {"tokens": count, "mean_nats": total / max(count, 1), "largest_nats": largest}
+    compared = "scores" if has_scores else "log-probabilities"
+    differences = {"mean_nats": total / max(count, 1), "largest_nats": largest}
+    return {"compared": compared, "tokens": count} | differences

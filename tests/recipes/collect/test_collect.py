@@ -8,11 +8,14 @@ import shutil
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.data import preferred
 from jaxlm.data.conversations import Rejected
+from jaxlm.recipes.use import load
+from jaxlm.recipes.use.llm_judge import YesNoModel
 from tests.faults import harness
 from tests.recipes.test_reward import config, reward
 from tests.recipes.train.test_reference import pairs, train
@@ -131,6 +134,29 @@ def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_pa
         lines = read(out)
         assert len({each["score"] for each in lines if each["score"] is not None}) > 10
         assert all(each["text"] for each in lines if each["score"] is not None)
+
+
+@pytest.mark.slow
+def test_a_judge_reads_a_question_as_its_model_reads_prompts(tmp_path):
+    settings = {"train.steps": 2, "objective.name": "prefix", "data.sequence": 64}
+    run = harness.trained(harness.write_config(tmp_path, settings), tmp_path / "run")
+    judge, question = YesNoModel(str(run), "--judge"), "Is it good?"
+    opened = load.load_run(run)
+    model = opened.model.blueprint.merge(opened.params)
+    yes, no = (opened.tokenizer.encode(word)[0] for word in ("Yes", "No"))
+    row = jnp.array([[*opened.tokenizer.before, *opened.tokenizer.encode(question)]])
+
+    def odds(*, is_both_ways):
+        slots = jnp.arange(row.shape[1])[None]
+        visible = jnp.full_like(slots, row.shape[1] - 1) if is_both_ways else None
+        hidden = model.hidden(row, positions=slots, visible_until=visible).values
+        logits = model.logits(hidden)[0, -1]
+        return float(logits[yes] - logits[no])
+
+    with jax.set_mesh(opened.model.mesh):
+        both_ways, causal = odds(is_both_ways=True), odds(is_both_ways=False)
+    assert judge.odds([question])[0] == pytest.approx(both_ways, abs=1e-5)
+    assert abs(both_ways - causal) > 1e-3
 
 
 @pytest.mark.slow

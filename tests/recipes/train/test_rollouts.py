@@ -104,6 +104,20 @@ def test_layers_of_a_policy_with_a_value_head_are_left_out(config, prompts, tmp_
     assert main(["eval", f"--workdir={tmp_path / 'small'}", f"--text={text}"]) == 0
 
 
+@pytest.mark.slow
+def test_an_adapter_with_a_value_head_changes_a_base_without_one(config, base, tmp_path, capsys):
+    tuned, text = tmp_path / "tuned", tmp_path / "text.txt"
+    lora = ("--config.objective.name=ppo", "--config.tune.name=lora", "--config.tune.rank=2")
+    assert train(config, tuned, *lora, f"--init_from={base}", "--config.optim.lr=1e-2") == 0
+    text.write_text("1+1=" * 100)
+    losses = []
+    for flags in ([f"--workdir={tuned}"], [f"--workdir={base}", f"--adapter={tuned}"]):
+        capsys.readouterr()
+        assert main(["eval", *flags, f"--text={text}", "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss_nats"])
+    assert losses[0] == losses[1]
+
+
 def test_the_parts_of_an_iteration_are_its_seconds(base):
     """Drawing, scoring and training have no time in common.
 
