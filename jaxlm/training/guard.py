@@ -62,7 +62,8 @@ class GuardState(NamedTuple):
     norms: Float[Array, "W"]
     filled: Int[Array, ""]  # values accepted since the windows were last emptied
     skipped: Int[Array, ""]  # skipped steps, in the whole run
-    in_a_row: Int[Array, ""]  # skipped steps since the last applied one
+    # Skipped steps since the last applied one, but those of a sampled batch without a gradient.
+    in_a_row: Int[Array, ""]
     scale: LossScale  # of float16; constant for other dtypes
 
 
@@ -107,7 +108,8 @@ def judge(
       loss: loss of the step, without the scale.
       norm: norm of the gradient, without the scale.
       config: settings of the guard.
-      step: completed steps of the run; None if skipped ones are no sign of its data.
+      step: completed steps of the run; None if skipped ones are no sign of its data, as the model
+        samples it. Then a batch of weight 0 is none of those in a row.
       is_clipped: True if the optimizer limits the norm of the whole gradient.
       is_empty: True if the weight of the batch is 0.
       is_scaled: True if the loss was scaled.
@@ -132,6 +134,8 @@ def judge(
         filled = jnp.where(is_shift, 0, filled)
         verdict += LOSS_SPIKE * (high_loss & ~bad_loss) + GRAD_SPIKE * (high_norm & ~bad_norm)
     is_good = verdict == 0
+    # Samples of equal rewards are counted by their rollouts, and no rewind gives them others.
+    is_counted = jnp.asarray(step is not None) | (verdict != NO_WEIGHT)
     slot = filled % config.window
     verdict = verdict.astype(jnp.int32)
     judged = guard._replace(
@@ -139,7 +143,7 @@ def judge(
         norms=_put(guard.norms, slot, norm, is_good),
         filled=filled + is_good,
         skipped=guard.skipped + ~is_good,
-        in_a_row=jnp.where(is_good, 0, guard.in_a_row + 1),
+        in_a_row=jnp.where(is_good, 0, guard.in_a_row + is_counted),
     )
     if not is_scaled:
         return is_good, verdict, judged

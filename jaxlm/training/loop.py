@@ -80,7 +80,8 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
-    last_skipped: int | None = None  # the newest step that the guard did not apply
+    # The newest step that was not applied, by the guard's judgement of its loss or gradient.
+    last_skipped: int | None = None
     # Rows and tokens read of each source of a mixture.
     read: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_loss: float | None = None  # of the first step, in nats
@@ -334,7 +335,7 @@ class TrainLoop(abc.ABC):
         self.progress.tokens += round(values["tokens"])
         self.count(values, waited, completion.begun_at, done_at)
         if values["verdict"]:
-            if values["verdict"] != guard.OVERFLOW:
+            if values["verdict"] not in (guard.OVERFLOW, guard.NO_WEIGHT):
                 self.progress.last_skipped = step
             self.note_skipped(step, values, host.fetch(layers))
         if self.is_log_due(step):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.core.errors import Preempted
+from jaxlm.training import guard
 from jaxlm.training.loop import BudgetSpent, LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 
@@ -14,8 +15,9 @@ from jaxlm.training.signals import StopRequest
 class Story(TrainLoop):
     """A loop that records its events, with a step whose state is the number of updates."""
 
-    def __init__(self, losses=None, bad_steps=()):
+    def __init__(self, losses=None, bad_steps=(), verdict=guard.LOSS_NOT_FINITE):
         self.events, self.losses, self.bad_steps = [], losses or {}, bad_steps
+        self.verdict = verdict
         self.in_a_row = 0
         self.progress = Progress()
 
@@ -28,7 +30,7 @@ class Story(TrainLoop):
             "grad_norm": 1.0,
             "tokens": 0.0 if is_bad else 5.0,
             "learning_rate": 0.1,
-            "verdict": float(is_bad),
+            "verdict": float(self.verdict * is_bad),
             "skipped_in_a_row": self.in_a_row,
         }
         return state + 1, {
@@ -150,6 +152,14 @@ def test_a_step_that_was_not_applied_is_told_and_the_run_goes_on():
     assert story.progress.tokens == 7 * 5
     assert story.progress.last_skipped == 4
     assert [step for _, step, _ in story.named("save")] == [9]
+
+
+@pytest.mark.parametrize("verdict", [guard.OVERFLOW, guard.NO_WEIGHT])
+def test_a_step_without_a_trained_token_is_no_sign_of_an_unhealthy_state(verdict):
+    story = Story(bad_steps=(3, 4), verdict=verdict)
+    story.train(steps=9)
+    assert story.named("skipped") == [(3,), (4,)]
+    assert story.progress.last_skipped is None
 
 
 def test_too_many_of_them_in_a_row_end_the_loop_with_the_first_of_them():
