@@ -78,6 +78,16 @@ class Control:
         """Ratio of the learning rate to the schedule's, for the update after `step` steps."""
         return lr_scale(self._changes, step, self._lr)
 
+    def overridden(self, step: int) -> str:
+        """Return a line about an `optim.lr` that has no effect after `step`; "" if it has one."""
+        made = [each for each in self._changes if each.step <= step]
+        if not made or made[-1].lr in (None, self._lr):
+            return ""
+        return (
+            f"optim.lr = {self._lr:g} has no effect: the peak learning rate is {made[-1].lr:g} since "
+            f'step {made[-1].step}, by {REQUEST}; write {{"lr": null}} to it to train with optim.lr'
+        )
+
     def as_json(self, step: int) -> list[dict[str, Any]]:
         """Changes before this step, for its checkpoint."""
         return [dataclasses.asdict(each) for each in self._changes if each.step < step]

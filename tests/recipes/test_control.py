@@ -63,6 +63,21 @@ def test_a_run_that_passes_it_again_is_the_same_in_every_bit(config, run, tmp_pa
     assert json.loads(capsys.readouterr().out)["is_as_logged"]
 
 
+@pytest.mark.slow
+def test_a_rate_of_the_config_that_has_no_effect_is_a_warning(config, run, tmp_path):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(run, resumed)
+    flags = ["--config.optim.lr=5e-4", "--allow_change=optim.lr", "--start_at=6", "--force"]
+    assert main([*harness.words(config, resumed), *flags]) == 0
+    assert rates(resumed)[6:] == pytest.approx([1e-3] * 2)
+    warnings = harness.records(resumed, "warnings.jsonl")
+    (line,) = [each["text"] for each in warnings if "has no effect" in each["text"]]
+    assert [each["step"] for each in warnings if each["text"] == line] == [6]
+    assert "optim.lr = 0.0005 has no effect" in line
+    assert "is 0.001 since step 4" in line
+    assert '{"lr": null}' in line
+
+
 @pytest.fixture
 def made(tmp_path):
     output = []

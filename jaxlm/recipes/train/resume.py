@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -170,6 +171,11 @@ def _flags_that_allow(refused: list[Change], saved: Run, run: Run) -> list[str]:
         return []
     paths = [change.path for change in refused]
     flags = []
+    before, after = saved.train.epochs, run.train.epochs
+    # A run that resumes has the steps that it began with.
+    if before and after and after > before and "train.steps" not in paths:
+        flags.append(f"--config.train.steps={math.ceil(saved.train.steps * after / before)}")
+        paths.append("train.steps")
     if {"optim.name", "optim.freeze"} & set(paths):  # other optimizer state
         flags.append("--reset_optimizer")
         paths = [path for path in paths if not path.startswith(("optim.", "schedule."))]

@@ -96,6 +96,7 @@ class Trainer(TrainLoop):
         )
         changes = control.load_changes(directory.path, point.meta or {}, context.processes.share)
         self._control = Control(directory, run.optim.lr, changes, context.console.say)
+        self._has_other_lr = any(each.path == "optim.lr" for each in point.changes)
         self._saver = CheckpointSaver(context, programs, self._control)
         directory.make_room = self._saver.wait
 
@@ -104,6 +105,8 @@ class Trainer(TrainLoop):
         self._stop = stop
         with contextlib.closing(self._logger), contextlib.closing(self._trace):
             self._logger.open(self.start)
+            if self._has_other_lr and (line := self._control.overridden(self.start)):
+                self.context.console.warn(line, step=self.start)
             while True:
                 try:
                     with oom.explain_oom(self.run_config, self.forecast):

@@ -1,7 +1,9 @@
 import pytest
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind
 from jaxlm.recipes.train.resume import StartRecord
 from jaxlm.training.rundir import RunDir
@@ -66,3 +68,13 @@ def test_a_line_that_is_no_start_is_damage(tmp_path):
         file.write('{"step": 1}\n')
     with pytest.raises(DataError, match=r"starts\.jsonl is damaged"):
         resume.read_starts(tmp_path)
+
+
+def test_more_passes_over_the_data_need_more_steps():
+    """A run that resumes has the steps that it began with, so that it would be complete."""
+    saved = Run().changed({"train.epochs": 1.5, "train.steps": 40})
+    flags = "--config.train.steps=54 --allow_change=train.epochs,train.steps"
+    for epochs, fix in ((2.0, flags), (1.0, "--allow_change=train.epochs")):
+        with pytest.raises(ConfigError) as caught:
+            resume.check(saved, saved.changed({"train.epochs": epochs}), ResumeOptions(), 40)
+        assert caught.value.fix.splitlines()[1] == fix
