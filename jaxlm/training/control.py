@@ -84,8 +84,9 @@ class Control:
         if not made or made[-1].lr in (None, self._lr):
             return ""
         return (
-            f"optim.lr = {self._lr:g} has no effect: the peak learning rate is {made[-1].lr:g} since "
-            f'step {made[-1].step}, by {REQUEST}; write {{"lr": null}} to it to train with optim.lr'
+            f"optim.lr = {self._lr:g} has no effect: the peak learning rate is {made[-1].lr:g} "
+            f'since step {made[-1].step}, by {REQUEST}; write {{"lr": null}} to it to train '
+            "with optim.lr"
         )
 
     def as_json(self, step: int) -> list[dict[str, Any]]:

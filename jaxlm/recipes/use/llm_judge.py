@@ -47,7 +47,7 @@ class AskedModel:
     """A run that is asked a question: the answer is the log-odds of two words.
 
     The question is a user's turn if the run has a chat template. Both words are read by their first
-    tokens, in one forward pass. A model that reads prompts in both directions reads the question so.
+    tokens, in one forward pass. A model that reads prompts in both directions reads questions so.
 
     Attributes:
       digest: of the step's parameters.

@@ -40,8 +40,9 @@ def merge(
     """Write a run whose step 0 has the merged weights, and compare it with the adapter on its base.
 
     The answer has the mean and the largest difference of the log-probabilities of the validation
-    set's tokens, in nats; of a reward model, of the scores after these tokens. Weights on a dequantized base are stored in bfloat16. For a quantized
-    base `onto` of the answer has both differences for both bases.
+    set's tokens, in nats; of a reward model, of the scores after these tokens. Weights on a
+    dequantized base are stored in bfloat16. For a quantized base `onto` of the answer has both
+    differences for both bases.
 
     Raises:
       CommandError: if `out` exists, the run has no adapter, or its base is not quantized and

@@ -369,7 +369,7 @@ def test_groups_without_a_gradient_are_drawn_again(config, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, 2])
 def test_groups_of_equal_rewards_change_nothing_and_end_the_run(config, tmp_path, capsys, updates):
-    """No step is applied, none is made again, and the error names what could give a gradient."""
+    """No step is applied or made again, and the error names what could give a gradient."""
     flags = ["--config.reward.functions=exact", f"--config.rl.updates={updates}"]
     flags += ["--config.guard.budget=3", "--config.train.steps=20"]
     assert train(config, tmp_path / "a", *flags) == 79
