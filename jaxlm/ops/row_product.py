@@ -12,7 +12,7 @@ from jaxlm.core import backend
 Side = Literal[0, 1]  # the axis of a weight that is contracted with the activations
 FIRST = (jnp.float32, jnp.bfloat16, jnp.int8)  # dtypes that a weight as first factor pays for
 FEW_ROWS = 128  # from 256 rows on the order of the factors does not matter
-FEW_ROWS_WITHOUT_AMX = 32  # of float32
+FEW_ROWS_WITHOUT_AMX = 32  # of float32, with AVX-512
 NARROW_INTS = 8  # fewest rows of int8 that a weight as first factor pays for without AVX-512
 
 
@@ -75,9 +75,10 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
 
     XLA for CPU copies the second factor into tiles in each call. So a weight [O, I] is the first
     one, if there are few rows. On an Intel with AMX that takes 0.4 to 0.9 of the time of [I, O] (2
-    to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On CPUs without AMX it takes 0.2
-    to 0.8 in float32, up to 32 rows, and [O, I] after the rows takes 0.4 to 1.0 in int8 and
-    bfloat16 (jax 0.10 and 0.12). With AVX2 alone eight rows of int8 are the second factor too.
+    to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On other CPUs it takes 0.2 to 0.9
+    in float32, up to 32 rows with AVX-512 and 128 without, and [O, I] after the rows takes 0.4 to
+    1.0 in int8 and bfloat16 (jax 0.10 and 0.12). With AVX2 alone eight rows of int8 are the second
+    factor too.
 
     One row is duplicated: XLA's loop for one takes seven times as long as two, but for float32.
     """
@@ -120,4 +121,5 @@ def _is_weight_first(x: Array) -> bool:
         return x.dtype in FIRST
     if x.dtype == jnp.int8 and backend.has_narrow_vectors():
         return len(x) >= NARROW_INTS
-    return x.dtype == jnp.float32 and len(x) <= FEW_ROWS_WITHOUT_AMX
+    most = FEW_ROWS if backend.has_narrow_vectors() else FEW_ROWS_WITHOUT_AMX
+    return x.dtype == jnp.float32 and len(x) <= most

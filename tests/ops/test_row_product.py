@@ -98,7 +98,7 @@ def test_few_rows_are_the_second_factor_where_that_is_faster(dtype, kind):
     assert product_shape(5, dtype, side=0) == f"5,{OUTPUTS}"
     is_first = is_weight_first(kind, dtype, rows=8)
     assert product_shape(8, dtype) == (f"{OUTPUTS},8" if is_first else f"8,{OUTPUTS}")
-    is_far = kind == "AMX" or dtype == "int8"
+    is_far = kind in ("AMX", "AVX2") or dtype == "int8"
     most = row_product.FEW_ROWS if is_far else row_product.FEW_ROWS_WITHOUT_AMX
     assert product_shape(most + 1, dtype) == f"{most + 1},{OUTPUTS}"
 
