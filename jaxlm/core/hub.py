@@ -16,7 +16,7 @@ from jaxlm.core.callbacks import OnProgress
 from jaxlm.core.errors import CommandError, InputMissing, JaxlmError, not_installed
 
 PREFIX = "hf:"
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_REPOSITORY = re.compile(r"(?!runs/)[\w.-]+/[\w.-]+")  # runs/NAME is a run in another folder
 ANSWER_SECONDS = 10  # timeout of a request to the hub
 Kind = Literal["model", "dataset"]
 

@@ -48,7 +48,7 @@ from jaxlm.rl.reward_config import RewardConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 from jaxlm.tune.config import Full, Quantized, Tune, VirtualConfig
 
-READ_PER_TRAINED = 3  # tokens without gradients in the time of one with: they cost twice the loss
+READ_PER_TRAINED = 3  # tokens read in the time that one is trained: the gradient costs two losses
 EVALUATED_SHARE, FEWEST_EVALUATED = 0.03, 8  # of the work of the steps; batches of a set
 VOCAB_MULTIPLE = 64  # `model.vocab=auto` rounds up to it, so that the vocabulary can be sharded
 

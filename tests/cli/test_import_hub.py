@@ -126,8 +126,9 @@ def test_a_name_of_the_hub_without_its_prefix_gets_it_in_the_fix(
     assert main([*words.split(), "--json"]) == InputMissing.code
     assert json.loads(capsys.readouterr().out)["error"]["fix"].splitlines()[0] == fix
     (tmp_path / "own").mkdir()
-    assert main([*words.split(), "--json"]) == InputMissing.code
-    assert "hf:" not in json.loads(capsys.readouterr().out)["error"]["fix"]
+    for local in (words, words.replace("own/", "runs/")):
+        assert main([*local.split(), "--json"]) == InputMissing.code
+        assert "hf:" not in json.loads(capsys.readouterr().out)["error"]["fix"]
 
 
 def test_the_fix_of_a_name_without_its_prefix_imports_and_loads_the_model(
