@@ -222,14 +222,14 @@ def unknown(
         arm = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
         now = next((name for name, each in arms.items() if each is arm), None)
         what, owned = f"{path} is not a setting here", f"{' and '.join(owners)} would have it"
-        why = f"it belongs to another arm of {section}: {label} is {now}, {owned}"
+        why = f"it is a setting of another {section}: {label} is {now}, {owned}"
         fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
     elif best := _nearest(schema, path, similar):
         why = f"the nearest is {best}{_described(present[best], raw, best, origins)}"
         fix = _renamed(path, best, present[best], value, origin)
     elif elsewhere := sections.settings(schema, raw, every_arm=True).get(path):
         what = f"{path} is not a setting here"
-        why, fix = f"it belongs to another arm of {section}: {elsewhere.doc}", explain(path)
+        why, fix = f"it is a setting of another {section}: {elsewhere.doc}", explain(path)
     else:
         while section and section not in present:
             section = section.rpartition(".")[0]

@@ -76,7 +76,7 @@ def open_data(
       seed: seed of the order of training rows.
       prepare: makes the objective's changes of rows.
       row_at: row of the stream at which a span of the run ends, for weights that change.
-      rows: rows of the whole run, for the same.
+      rows: rows of the whole run, for the maximum epochs of sources; 0 if they are not known.
       reserved: slots of a row that the prompts of `data.kind=prompts` leave free.
       samples: rows of the run for each prompt of a mixture of prompts.
       warn: called at every opening with documents left out or changed.

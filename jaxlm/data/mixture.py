@@ -338,7 +338,7 @@ def mix_loaders(
     Args:
       joined: the shards of all sources.
       row_at: row of the stream at which a span of the run ends.
-      rows: rows of the whole run.
+      rows: rows of the whole run; 0 if they are not known.
       samples: of prompts, rows of the run for each; the stream has a row for each prompt.
 
     Raises:

@@ -405,6 +405,7 @@ def open_data(
     say: Log = lambda _: None,
     warn: Log = lambda _: None,
     progress: OnProgress = lambda what, done, total: None,
+    is_limited: bool = False,
 ) -> Data:
     """Open the data of the run for its objective, see `dataset.open_data`.
 
@@ -416,8 +417,11 @@ def open_data(
       `say`: receives log lines.
       warn: receives warnings.
       progress: receives progress.
+      is_limited: `train.steps` are those that `train.epochs` leaves. Before, the maximum epochs of
+        the sources of a mixture are not compared with them.
     """
     data = run.data
+    is_final = is_limited or run.train.epochs is None or run.objective.samples_answers
     if data.tokenizer.endswith(TOKENIZER_FILES) and not Path(data.tokenizer).exists():
         copy = None if workdir is None else workdir / "tokenizer"
         if copy is not None and copy.is_file():
@@ -431,7 +435,7 @@ def open_data(
             seed=run.seed,
             prepare=build_objective(run.objective, run.loss, run.architecture).prepare,
             row_at=run.row_at,
-            rows=run.rows,
+            rows=run.rows if is_final else 0,
             reserved=run.rl.max_tokens,
             samples=run.rl.samples * run.rl.epochs,
             log=say,

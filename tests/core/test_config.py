@@ -403,7 +403,7 @@ def test_a_setting_of_the_wrong_section_is_found_in_the_right_one():
 
 
 def test_a_setting_of_another_arm_says_so():
-    assert "another arm of optim" in failure(None, ("optim.momentum", "0.9")).why
+    assert "it is a setting of another optim" in failure(None, ("optim.momentum", "0.9")).why
 
 
 def test_a_file_that_does_not_exist_is_missing_input(write):

@@ -88,6 +88,24 @@ def test_e2_a_mixture_that_was_stopped_twice_reads_on_as_if_it_had_not_been(
     assert sources(tmp_path / "run") == sources(unbroken)
 
 
+def test_maximum_epochs_are_compared_with_the_steps_that_train_epochs_leaves(tmp_path, capsys):
+    """1,000 steps would read more than two epochs of each source; one epoch in all does not."""
+    settings = SETTINGS | {
+        "data.train": (f"web={tmp_path}/0[0-3]*.txt", f"code={tmp_path}/0[4-7]*.txt"),
+        "data.mixture.weights": ("web=0.5", "code=0.5"),
+        "train.steps": 1000,
+        "train.epochs": 1.0,
+    }
+    config = harness.write_config(tmp_path, settings)
+    for most, code in (("2", 0), ("0.1", 2)):
+        caps = f"--config.data.mixture.epochs=web={most},code={most}"
+        words = harness.words(config, tmp_path / f"run-{most}", "--stop_at=1", caps)
+        assert main(words) == code, capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "under their maximum epochs" in errors
+    assert int(errors.partition("the run takes ")[2].split()[0]) < 1000 * 8
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "shown", "fix"),

@@ -41,6 +41,7 @@ from jaxlm.core.config import Change, Loaded
 from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
+from jaxlm.data.mixture import MixtureLoader
 from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.formatting import ProgressLines
@@ -121,7 +122,7 @@ def run_training(
         if context.processes.peers.is_first and context.directory.is_new:
             _keep_log(stack, context)
         start = _start(context, source, notices.append)
-        data = _open_data(context, stop, notices.append)
+        data = _open_data(context, stop, notices.append, is_limited=bool(point.meta))
         if not point.meta:
             context, loaded, data = _with_epochs(context, loaded, data, mesh, notices.append)
             run = context.run
@@ -372,7 +373,7 @@ def _init_source(
         return find_init_source(context.run, *named, is_begun=is_begun)
 
 
-def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
+def _open_data(context: RunContext, stop: StopRequest, warn: Log, *, is_limited: bool) -> Data:
     run, console, processes = context.run, context.console, context.processes
     with (
         _interruptible(stop, context.options, "the data was prepared"),
@@ -384,6 +385,7 @@ def _open_data(context: RunContext, stop: StopRequest, warn: Log) -> Data:
             say=console.say,
             warn=warn,
             progress=ProgressLines(console.say),
+            is_limited=is_limited,
         )
     setup.ranking_set(run, data.validation)
     setup.check_held_out(run.data, data)
@@ -402,11 +404,13 @@ def _with_epochs(
     typed = epochs.typed_names(loaded)
     values = epochs.fewer_steps(run.train, rows=rows, unit=unit, typed=typed)
     flat = config.flatten(run)
-    if any(flat[name] != value for name, value in values.items()):
+    is_changed = any(flat[name] != value for name, value in values.items())
+    if is_changed:
         context, loaded = _changed(context, loaded, values)
         warn(epochs.explain(run.train, context.run.train, rows))
-        # Weights of a mixture may depend on the number of steps.
-        data = setup.open_data(context.run, workdir=context.directory.path)
+    if is_changed or (run.train.epochs is not None and isinstance(data.train, MixtureLoader)):
+        # Weights and maximum epochs of its sources may depend on the number of steps.
+        data = setup.open_data(context.run, workdir=context.directory.path, is_limited=True)
     if line := epochs.explain_end(context.run.train, rows):
         warn(line)
     return context, loaded, data
