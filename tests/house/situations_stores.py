@@ -316,6 +316,9 @@ SLOW = {
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE = {
+    # Its fix, pasted, reads the Hugging Face Hub.
+    "recipes/train/init_from.py:as_run:1": "tests/cli/test_import_hub.py::"
+    "test_a_name_of_the_hub_without_its_prefix_gets_it_in_the_fix",
     "checkpoint/store.py:_compare:2": "tests/faults/"
     "test_going_on.py::test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew",
     # In a thread, which is not watched: by the situation "a run taken over".

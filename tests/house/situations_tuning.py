@@ -10,6 +10,7 @@ from tests.house.situations_recipes import GPT2, SMALL, trained
 
 LORA = "--config.tune.name=lora --config.tune.rank=2"
 TUNED = trained("tuned", f"{LORA} --init_from=runs/a")
+BOTH_WAYS = trained("both", f"{LORA} --config.objective.name=prefix --init_from=runs/a")
 NECK = trained("neck", "--config.tune.name=bottleneck --config.tune.hidden=2 --init_from=runs/a")
 PREFIX = "--config.tune.name=prefix --config.tune.length=2"
 AHEAD = trained("ahead", f"{PREFIX} --init_from=runs/a")
@@ -262,6 +263,7 @@ SITUATIONS: dict[str, Situation] = {
         "import --adapter=peft --init_from=runs/gpt2 --workdir=new", f"{PEFT}; {GPT2}"
     ),
     "an adapter of a run without one": Situation(f"eval {RUN} --adapter=runs/a"),
+    "an adapter of another objective": Situation(f"eval {RUN} --adapter=runs/both", BOTH_WAYS),
     "an adapter on another step": Situation(f"eval {RUN} --step=1 --adapter=runs/tuned", TUNED),
     "an adapter on an average": Situation(f"eval {RUN} --weights=ema --adapter=runs/tuned", TUNED),
     "next of an imported adapter": Situation(
