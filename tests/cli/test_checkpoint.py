@@ -20,7 +20,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "texts").mkdir()
     config = harness.write_config(folder / "texts")
-    words = harness.words(config, folder / "a", "--config.eval.every=4", "--config.train.steps=6")
+    evaluation = "--config.eval.every=4", "--config.eval.batches=all"
+    words = harness.words(config, folder / "a", *evaluation, "--config.train.steps=6")
     assert main([*words, "--stop_at=4"]) == 0
     assert main([*words, "--config.sample.max_tokens=7"]) == 0
     return folder / "a"
