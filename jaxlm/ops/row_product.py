@@ -119,7 +119,6 @@ def _least_rows(rows: int, is_by_output: bool) -> int:
 def _is_weight_first(x: Array) -> bool:
     if backend.AMX in backend.cpu_units():
         return x.dtype in FIRST
-    if x.dtype == jnp.int8 and backend.has_narrow_vectors():
-        return len(x) >= NARROW_INTS
-    most = FEW_ROWS if backend.has_narrow_vectors() else FEW_ROWS_WITHOUT_AMX
-    return x.dtype == jnp.float32 and len(x) <= most
+    if backend.has_narrow_vectors():
+        return x.dtype == jnp.float32 or (x.dtype == jnp.int8 and len(x) >= NARROW_INTS)
+    return x.dtype == jnp.float32 and len(x) <= FEW_ROWS_WITHOUT_AMX
