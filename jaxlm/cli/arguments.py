@@ -371,10 +371,14 @@ class Parser(argparse.ArgumentParser):
             why = f"a value follows its flag, here {flag}"
             name = hub.guessed_name(word) if flag == "--from" else None
             repaired[word] = f"{flag}={name or word}"
+        is_text = self.prog.endswith(" train") and word not in repaired and Path(word).exists()
+        if is_text and any(each.startswith("--config=") for each in line):
+            why = "the text is a setting of the config, here data.train"
+            repaired[word] = f"--config.data.train={word}"
         if line and word in repaired:
             fixed = [repaired.get(each, each) for each in line]
             fix = shlex.join([self.prog.partition(" ")[0], *fixed])
-        elif self.prog.endswith(" train") and Path(word).exists():
+        elif is_text:
             why = "a run is described by a config, which `jaxlm init` writes for a text"
             fix = shlex.join(["jaxlm", "init", f"--data={word}"])
         return CommandError(what, where=where, why=why, fix=fix)

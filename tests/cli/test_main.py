@@ -450,6 +450,10 @@ def test_the_help_of_train_has_the_defaults_of_the_settings_that_are_changed_mos
         ("eval --workdir=run a.txt", "jaxlm eval --workdir=run --text=a.txt"),
         ("init a.txt --minutes=5", "jaxlm init --data=a.txt --minutes=5"),
         ("train a.txt", "jaxlm init --data=a.txt"),
+        (
+            "train --config=quickstart a.txt --workdir=z",
+            "jaxlm train --config=quickstart --config.data.train=a.txt --workdir=z",
+        ),
         ("train none.txt", "jaxlm train --help"),
         ("config print --config=quickstart", "jaxlm config show --config=quickstart"),
         ("checkpoint ls --workdir=run", "jaxlm checkpoint list --workdir=run"),
