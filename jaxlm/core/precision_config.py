@@ -31,7 +31,8 @@ class PrecisionConfig:
         "float32",
         "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay "
         "float32; with float16 the loss is scaled (guard.loss_scale); auto is bfloat16, else "
-        "float16, if the machine on which the run begins has units for it, and float32 otherwise. "
+        "float16, if the machine on which the run begins multiplies it faster than float32, and "
+        "float32 otherwise. "
         "GPUs from Ampere on multiply float32 as TF32 (11 bits), TPUs as bfloat16",
     )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")

@@ -92,8 +92,8 @@ class GenerateConfig:
     )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
         "auto",
-        "dtype of the KV cache; auto is precision.compute, or float32 on a CPU without AMX, and "
-        "on any CPU before jax 0.12",
+        "dtype of the KV cache; auto is precision.compute, or float32 on a CPU without units for "
+        "bfloat16, and on any CPU before jax 0.12",
     )
 
     json_schema: str | None = setting(None, "JSON schema that each text matches")

@@ -101,7 +101,7 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
         assumed.append("NumPy's matmuls use half of the vectors of this CPU: the compiler's all")
     speeds = f"{flops / 1e9:.0f} GFLOP/s in float32 matmuls and {copied / 1e9:.1f} GB/s in copies"
     assumed.append(f"this CPU measured {speeds}")
-    gain, unit = max(((GAINS[unit], unit) for unit in backend.cpu_units()), default=(1, ""))
+    gain, unit = max(((GAINS[unit], unit) for unit in backend.fast_cpu_units()), default=(1, ""))
     if unit:
         assumed.append(f"bfloat16 matmuls are up to {gain} times as fast: this CPU has {unit}")
     gains: dict[Dtype, int] = {"float32": 1, "bfloat16": gain, "float16": 1}

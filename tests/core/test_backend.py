@@ -38,7 +38,9 @@ def test_activations_and_products_are_those_of_the_platform_that_a_program_is_fo
     [
         ("cpu", {backend.AMX, backend.VECTORS}, (0, 12), "bfloat16", "bfloat16"),
         ("cpu", {backend.AMX, backend.VECTORS}, (0, 10), "bfloat16", "float32"),
-        ("cpu", {backend.VECTORS}, (0, 12), "bfloat16", "float32"),
+        ("cpu", {backend.VECTORS}, (0, 12), "bfloat16", "bfloat16"),
+        ("cpu", {backend.VECTORS}, (0, 10), "bfloat16", "float32"),
+        ("cpu", set(), (0, 12), "bfloat16", "float32"),
         ("cpu", {backend.AMX}, (0, 12), "float16", "float32"),
         ("cpu", {backend.AMX}, (0, 12), "float32", "float32"),
         ("gpu", set(), (0, 10), "bfloat16", "bfloat16"),
@@ -59,6 +61,9 @@ def test_a_cache_has_the_dtype_of_products_where_they_are_fast(
     ("platform", "capability", "units", "dtype"),
     [
         ("cpu", None, {backend.VECTORS}, "bfloat16"),
+        ("cpu", None, {backend.VECTORS, backend.INTEL}, "float32"),
+        ("cpu", None, {backend.VECTORS, backend.AMX, backend.INTEL}, "bfloat16"),
+        ("cpu", None, {backend.INTEL}, "float32"),
         ("cpu", None, set(), "float32"),
         ("tpu", None, set(), "bfloat16"),
         ("gpu", "9.0", set(), "bfloat16"),
@@ -67,12 +72,12 @@ def test_a_cache_has_the_dtype_of_products_where_they_are_fast(
         ("gpu", "gfx942", set(), "bfloat16"),
     ],
 )
-def test_the_fastest_dtype_is_one_that_the_platform_has_units_for(
+def test_the_fastest_dtype_is_one_that_the_platform_has_fast_units_for(
     platform, capability, units, dtype, monkeypatch
 ):
     device = SimpleNamespace(compute_capability=capability) if capability else SimpleNamespace()
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
-    monkeypatch.setattr(backend, "cpu_units", lambda: frozenset(units))
+    monkeypatch.setattr(backend, "_words", lambda path: frozenset(units))
     with backend.compiling_for(platform):
         assert backend.fastest_dtype() == dtype
 

@@ -146,4 +146,4 @@ def test_no_cache_of_bfloat16_is_converted_for_one_query():
     query, key = (jax.ShapeDtypeStruct((2, 3, *n, 64), jnp.bfloat16) for n in ((1, 1), (128,)))
     program = jax.jit(lambda q, k: query_product("bkgth,bksh->bkgts", q, k)).lower(query, key)
     is_converted = "f32[2,3,128,64]" in program.compile().as_text()
-    assert not is_converted or backend.AMX not in backend.cpu_units()
+    assert not is_converted or not backend.cpu_units()

@@ -158,7 +158,7 @@ def test_auto_is_chosen_when_the_run_begins_and_resumes_on_another_machine(
 ):
     auto = ("--config.precision.compute=auto", "--config.train.steps=4")
     for units, stop in ((set(), 2), ({backend.VECTORS}, 4)):
-        monkeypatch.setattr(backend, "cpu_units", lambda units=units: frozenset(units))
+        monkeypatch.setattr(backend, "fast_cpu_units", lambda units=units: frozenset(units))
         trained(config, tmp_path / "auto", *auto, f"--stop_at={stop}")
         settings = json.loads((tmp_path / "auto/config.json").read_text())
         assert settings["precision"]["compute"] == "float32"
