@@ -1116,10 +1116,8 @@ def test_every_test_that_pastes_a_line_elsewhere_exists():
 @pytest.mark.slow  # it runs every situation
 def test_every_place_that_makes_such_a_line_is_reached(base, places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    # The first half of slow situations: only their pasting is slow. All of them, if this runs
-    # alone.
-    quick = {name for name, each in SITUATIONS.items() if each.code is None or name not in SLOW}
-    for number, name in enumerate(sorted(quick - places.seen)):
+    # Those that no slow test has run and traced: all of them, if this test runs alone.
+    for number, name in enumerate(sorted(SITUATIONS.keys() - places.seen)):
         copied(base, tmp_path / str(number), SITUATIONS[name])
         first(SITUATIONS[name], places, capsys, True)
     left = places.known.keys() - places.ran
