@@ -1114,6 +1114,7 @@ def test_every_test_that_pastes_a_line_elsewhere_exists():
 
 
 @pytest.mark.slow  # it runs every situation
+@pytest.mark.timeout(2400)
 def test_every_place_that_makes_such_a_line_is_reached(base, places, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # Those that no slow test has run and traced: all of them, if this test runs alone.
