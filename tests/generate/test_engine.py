@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate import decode, sampling, slots
 from jaxlm.generate.draft import Lookup
-from jaxlm.generate.engine import COMPILED, Engine, EngineSettings
+from jaxlm.generate.engine import COMPILED, Engine, EngineSettings, check_supported
 from jaxlm.generate.requests import QueueFull, Request, joined
 from jaxlm.generate.rows import RowSettings, Sampling, draw_rows
 from jaxlm.models.build import Blueprint
@@ -505,6 +505,14 @@ def test_an_encoder_and_rotary_frequencies_of_the_length_are_refused():
         blueprint = Blueprint(family.build(), Precision.float32())
         with pytest.raises(ConfigError, match="does not support this model"):
             Engine(blueprint, {}, TOKENIZER, EngineSettings())
+
+
+def test_a_mesh_that_splits_batches_is_refused():
+    blueprint = Blueprint(Llama(**SIZES).build(), Precision.float32())
+    with jax.set_mesh(mesh.build(MeshConfig(data=2), jax.devices()[:2])):
+        with pytest.raises(ConfigError, match="splits batches") as refused:
+            check_supported(blueprint)
+    assert refused.value.fix == "--cpu_devices=1"
 
 
 def test_an_engine_that_owns_its_parameters_deletes_what_no_program_reads(engine):

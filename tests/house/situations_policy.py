@@ -42,6 +42,9 @@ SITUATIONS: dict[str, Situation] = {
     "a tool that does not exist": Situation(
         f"{VALIDATE} {SAMPLE} --config.rl.turns=2 --config.rl.tool=search", PROMPTS
     ),
+    "a tool in no file": Situation(
+        f"{VALIDATE} {SAMPLE} --config.rl.turns=2 --config.rl.tool=nowhere.py:tool", PROMPTS
+    ),
     "samples at temperature 0": Situation(
         f"{VALIDATE} {SAMPLE} --config.rl.temperature=0", PROMPTS
     ),

@@ -133,6 +133,9 @@ SITUATIONS: dict[str, Situation] = {
         "plan --config=c.py --on=cpu --init_from=runs/a@999"
     ),
     "lr-find into a file": Situation("lr-find --config=c.py --out=c.py/found --steps=20"),
+    "lr-find of a model of another library, without a run": Situation(
+        "lr-find --config=c.py --init_from=exported --steps=20"
+    ),
     "lr-find that is not finite": Situation(
         "lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16",
         prepare=broken("grads:nan"),

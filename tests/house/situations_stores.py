@@ -317,8 +317,15 @@ SLOW = {
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE = {
     # Its fix, pasted, reads the Hugging Face Hub.
-    "recipes/train/init_from.py:as_run:1": "tests/cli/test_import_hub.py::"
+    "recipes/train/init_from.py:as_run:3": "tests/cli/test_import_hub.py::"
     "test_a_name_of_the_hub_without_its_prefix_gets_it_in_the_fix",
+    "recipes/train/init_from.py:as_run:2": "tests/recipes/train/"
+    "test_init_from.py::test_one_of_several_processes_imports_no_model",
+    # In a thread, which is not watched: by the situation of a GGUF that cannot be quantized.
+    "checkpoint/gguf_writer.py:_numbers:1": "tests/house/"
+    "test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
+    "recipes/exchange/importance.py:of_text:1": "tests/recipes/exchange/"
+    "test_importance.py::test_inputs_that_are_not_finite_and_a_full_disk_are_named",
     "checkpoint/store.py:_compare:2": "tests/faults/"
     "test_going_on.py::test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew",
     # In a thread, which is not watched: by the situation "a run taken over".

@@ -54,7 +54,7 @@ SITUATIONS: dict[str, Situation] = {
     ),
     "no stored teacher": Situation(f"train {CONFIG} {STORED}"),
     "a stored teacher of another tokenizer": Situation(
-        f"train {CONFIG} {STORED} --config.data.tokenizer=bpe:300", TAUGHT
+        f"train {CONFIG} {STORED} --config.data.tokenizer=characters", TAUGHT
     ),
     "a stored teacher of another vocabulary": Situation(
         f"train {CONFIG} {STORED} --config.model.vocab=640", TAUGHT

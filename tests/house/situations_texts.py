@@ -358,11 +358,10 @@ SLOW = {
 
 # Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
 ELSEWHERE: dict[str, str] = {
-    "data/chat_processes.py:encode:1": "tests/data/"
-    "test_chat_processes.py::test_a_process_that_was_killed_leaves_no_shards",
     "data/dataset.py:_loader:1": "tests/data/"
     "test_chat_documents.py::test_token_shards_of_conversations_keep_weights_and_template",
-    "core/hub.py:_refused:1": "tests/data/test_remote.py::test_without_the_hub_its_copies_are_used",
+    "core/hub.py:_translated:1": "tests/data/"
+    "test_remote.py::test_without_the_hub_its_copies_are_used",
     "data/remote.py:_full:1": "tests/data/"
     "test_remote.py::test_a_disk_without_room_is_refused_before_anything_is_copied",
     "data/remote.py:_of_hub:1": "tests/data/"

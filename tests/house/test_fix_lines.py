@@ -360,6 +360,10 @@ SITUATIONS = {
         "data stats --config=c.py --config.data.train=l.txt,texts/*.txt",
         "printf 'caf\\351 au lait' > l.txt",
     ),
+    "a line that is no JSON": Situation(
+        "data stats --config=c.py --config.data.train=a.jsonl",
+        """printf '{"text": "some text"}\\nno JSON\\n' > a.jsonl""",
+    ),
     "no text key": Situation(
         "data stats --config=c.py --config.data.train=a.jsonl",
         "for i in $(seq 40); do echo '{\"body\": \"some text, and more of it, number '$i'\"}'; "

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice
 from jaxlm.cli.main import main
 from jaxlm.core import config, tree
+from jaxlm.core.errors import DataError
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.exchange import adapter_places, import_model
 from jaxlm.recipes.use import adapter, load
 from jaxlm.training.rundir import RunDir
 from tests.cli.test_exchange import write_tokenizer
@@ -267,6 +269,19 @@ def test_the_base_of_an_imported_adapter_may_be_a_folder_of_transformers(fused, 
     before, after = leaves(fused["dora"]), leaves(run)
     for path, leaf in before.items():
         np.testing.assert_allclose(leaf, after[path], atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_an_embedding_of_an_adapter_of_a_tied_base_is_refused(is_tied, tmp_path):
+    part = MappedSlice("embedding/table", (), (8, 4), 1)
+    saved = {"model.embed_tokens.weight": HFTensor("model.embed_tokens.weight", "same", (part,))}
+    options = {"is_tied": is_tied, "folder": tmp_path, "fix": "--init_from=runs/base"}
+    if not is_tied:
+        assert adapter_places.whole_paths(saved, **options) == ["embedding/table"]
+        return
+    with pytest.raises(DataError, match="an embedding of its own") as refused:
+        adapter_places.whole_paths(saved, **options)
+    assert refused.value.fix == "--init_from=runs/base"
 
 
 @pytest.mark.slow

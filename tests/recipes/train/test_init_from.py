@@ -9,7 +9,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.cli.main import main
-from jaxlm.core.errors import InputMissing
+from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.recipes.train import init_from
 from tests.cli.test_exchange import write
 from tests.faults import harness
@@ -308,6 +308,17 @@ def test_a_model_of_another_library_as_a_run_is_fixed_by_an_import(
     assert main([*command[1:], "--quiet"]) == 0
     more = [] if verb != "eval" else [f"--text={__file__}", "--sequence=32"]
     assert main([*verb.split(), command[-1], *more]) == 0
+
+
+def test_one_of_several_processes_imports_no_model(tmp_path):
+    write(tmp_path / "hf")
+    source, run = str(tmp_path / "hf"), tmp_path / "run"
+    with pytest.raises(CommandError, match="several processes cannot import") as refused:
+        init_from.as_run(source, run, None, print, is_alone=False)
+    command, flag = refused.value.fix.splitlines()
+    assert main([*command.split()[1:], "--quiet"]) == 0
+    assert flag.split()[0] == f"--init_from={run}-base"
+    assert init_from.as_run(source, run, None, print, is_alone=False) == f"{run}-base"
 
 
 def test_a_recipe_as_the_config_of_a_run_is_fixed_to_its_verb(tmp_path, capsys, monkeypatch):
