@@ -20,6 +20,7 @@ LOSS_NOT_FINITE, GRAD_NOT_FINITE, LOSS_SPIKE, GRAD_SPIKE = 1, 2, 4, 8
 STATE_NOT_FINITE = 16  # the update overflowed, not its gradient; detected before a save
 OVERFLOW = 32  # finite loss with a gradient that is not, at a loss scale that can be lowered
 NO_WEIGHT = 64  # no slot of the batch has a loss
+SPIKES = LOSS_SPIKE | GRAD_SPIKE
 DESCRIPTIONS = {
     LOSS_NOT_FINITE: "loss not finite",
     GRAD_NOT_FINITE: "gradient not finite",
@@ -37,7 +38,7 @@ NORMAL_CONSISTENT = 1.4826
 # earlier level.
 MIN_SPREAD_LOSS, MIN_SPREAD_NORM = 0.02, 0.2
 # Few files of another kind, as some in CRLF, are spikes whenever they are read. If they are skipped
-# each time, the model never learns them, and their gradients grow. So skips that recur raise the
+# each time, the model never learns them, and their gradients grow. So spikes that recur raise the
 # limits: each such share of the steps doubles them; some steps are added to the first of a run.
 DOUBLING_SHARE, FIRST_STEPS = 0.002, 200
 CLIPPED = 10  # times as far from the median is a norm a spike if the gradient is clipped
@@ -65,6 +66,8 @@ class GuardState(NamedTuple):
     # Skipped steps since the last applied one, but those of a sampled batch without a gradient.
     in_a_row: Int[Array, ""]
     scale: LossScale  # of float16; constant for other dtypes
+    spikes: Int[Array, ""]  # steps skipped because of a spike alone, in the whole run
+    shift: Int[Array, ""]  # gradient spikes in a row without another reason to skip a step
 
 
 def init_guard(config: GuardConfig) -> GuardState:
@@ -72,7 +75,7 @@ def init_guard(config: GuardConfig) -> GuardState:
     zero = jnp.zeros((), jnp.int32)
     window = jnp.zeros((config.window,), jnp.float32)
     scale = LossScale(jnp.float32(config.loss_scale), zero, zero)
-    return GuardState(window, window, zero, zero, zero, scale)
+    return GuardState(window, window, zero, zero, zero, scale, zero, zero)
 
 
 def judge(
@@ -94,10 +97,10 @@ def judge(
 
     of its window, once half of the window is filled. The limit of the norm is 10 times as far from
     the median if the gradient is clipped, as a step is then no larger than usual. Each 0.2% of the
-    steps that were skipped, without the last ones in a row, doubles both distances: spikes that
-    recur are data. 8 gradient spikes in a row without a loss spike are a new level: the step is
-    applied and the windows start again. A loss that stays high is no new level: the parameters are
-    damaged, and only a rewind repairs them.
+    steps that were spikes, without the last ones in a row, doubles both distances: spikes that
+    recur are data. 8 gradient spikes in a row, with no other bad step between them, are a new
+    level: the step is applied and the windows start again. A loss that stays high is no new level:
+    the parameters are damaged, and only a rewind repairs them.
 
     With a loss scale, a gradient that is not finite at a finite loss halves the scale;
     `loss_scale_growth` steps without one double it. At a scale of 1 such a gradient is an ordinary
@@ -123,13 +126,13 @@ def judge(
     if config.sigmas is not None:
         is_warm = filled >= config.window // WARM
         valid = jnp.minimum(filled, config.window)
-        earlier = guard.skipped - guard.in_a_row
+        earlier = jnp.maximum(guard.spikes - guard.in_a_row, 0)
         share = 0.0 if step is None else earlier / (step + FIRST_STEPS)
         sigmas = config.sigmas * jnp.exp2(share / DOUBLING_SHARE)
         high_loss = is_warm & (loss > _limit(guard.losses, valid, sigmas, MIN_SPREAD_LOSS))
         of_norms = sigmas * (CLIPPED if is_clipped else 1)
         high_norm = is_warm & (norm > _limit(guard.norms, valid, of_norms, MIN_SPREAD_NORM))
-        is_shift = high_norm & ~high_loss & ~bad_norm & (guard.in_a_row >= LEVEL_SHIFT)
+        is_shift = (verdict == 0) & high_norm & ~high_loss & (guard.shift >= LEVEL_SHIFT)
         high_norm &= ~is_shift
         filled = jnp.where(is_shift, 0, filled)
         verdict += LOSS_SPIKE * (high_loss & ~bad_loss) + GRAD_SPIKE * (high_norm & ~bad_norm)
@@ -138,12 +141,16 @@ def judge(
     is_counted = jnp.asarray(step is not None) | (verdict != NO_WEIGHT)
     slot = filled % config.window
     verdict = verdict.astype(jnp.int32)
+    is_spike = ~is_good & (verdict | SPIKES == SPIKES)
+    shift = jnp.where(verdict == GRAD_SPIKE, guard.shift + 1, 0)
     judged = guard._replace(
         losses=_put(guard.losses, slot, loss, is_good),
         norms=_put(guard.norms, slot, norm, is_good),
         filled=filled + is_good,
         skipped=guard.skipped + ~is_good,
         in_a_row=jnp.where(is_good, 0, guard.in_a_row + is_counted),
+        spikes=guard.spikes + is_spike,
+        shift=jnp.where(is_counted, shift, guard.shift),
     )
     if not is_scaled:
         return is_good, verdict, judged

@@ -94,6 +94,37 @@ def test_a_loss_that_stays_high_is_not_taken_up():
     assert int(state.in_a_row) == 100
 
 
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_steps_that_are_not_finite_make_no_new_level_of_a_spike(value):
+    bad = jnp.full(guard.LEVEL_SHIFT, value)
+    norms = jnp.concatenate([series(400), bad, jnp.full(1, 50.0)])
+    losses = series(len(norms), 3).at[400:-1].set(jnp.nan)
+    state, verdicts = judged(guard.init_guard(CONFIG), losses, norms)
+    assert int(verdicts[-1]) == guard.GRAD_SPIKE
+    assert (int(state.filled), int(state.skipped)) == (400, guard.LEVEL_SHIFT + 1)
+
+
+def test_a_loss_that_is_not_finite_among_gradient_spikes_keeps_the_windows():
+    norms = jnp.concatenate([series(400), jnp.full(guard.LEVEL_SHIFT + 1, 50.0)])
+    losses = series(len(norms), 3).at[-1].set(jnp.nan)
+    state, verdicts = judged(guard.init_guard(CONFIG), losses, norms)
+    assert int(verdicts[-1]) == guard.LOSS_NOT_FINITE + guard.GRAD_SPIKE
+    assert int(state.filled) == 400
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_steps_that_are_not_finite_or_empty_raise_no_limit_of_spikes(is_empty):
+    count, config = 400, CONFIG
+    state, _ = judged(guard.init_guard(config), series(count), series(count, 1))
+    for step in range(count, count + 20):
+        loss = jnp.float32(1.0 if is_empty else jnp.nan)
+        options = {"step": step, "is_empty": is_empty}
+        _, _, state = guard.judge(state, loss, jnp.float32(0), config, **options)
+    _, _, state = guard.judge(state, jnp.float32(1), jnp.float32(1), config, step=count + 20)
+    _, verdict, _ = guard.judge(state, jnp.float32(9), jnp.float32(1), config, step=count + 21)
+    assert int(verdict) == guard.LOSS_SPIKE
+
+
 def test_c4_one_nan_then_500_good_steps_skip_exactly_one(record_property):
     losses = series(600).at[99].set(jnp.nan)
     norms = series(600, 1).at[99].set(jnp.nan)

@@ -344,20 +344,25 @@ def restored_state(
     """Return the state of a step on this run's mesh.
 
     An average that the step does not have starts at its parameters; one that the run does not keep
-    is left out. The options reset the optimizer state, and cast arrays. Raises DataError if the
+    is left out. In a step without counters of spikes, which earlier versions wrote, each skipped
+    step is a spike. The options reset the optimizer state, and cast arrays. Raises DataError if the
     step does not fit the model, or has other dtypes and `options.cast` is off.
     """
     target, layout = programs.abstract(), store.layout(step)
     stored = in_stored_dtypes(target, layout) if options.cast else target
     has_average = any(path.startswith("average/") for path in layout)
-    if not options.reset_optimizer and has_average == (target.average is not None):
+    stored, is_whole = _without_absent(stored, layout), "guard/spikes" in layout
+    is_whole &= has_average == (target.average is not None)
+    if is_whole and not options.reset_optimizer:
         state = store.restore(step, stored)
         return _cast(state, target) if options.cast else state
 
     def part(name: str) -> Any:
         return store.restore_part(step, name, getattr(stored, name))
 
-    params, averaged = part("params"), None
+    params, guard, averaged = part("params"), part("guard"), None
+    if guard.spikes is None:
+        guard = guard._replace(spikes=guard.skipped + 0, shift=guard.in_a_row + 0)
     if target.average is not None:
         averaged = part("average") if has_average else average.init(params)
     reset = options.reset_optimizer
@@ -365,7 +370,7 @@ def restored_state(
         step=jnp.int32(step),
         params=params,
         opt_state=programs.optimizer.init(params) if reset else part("opt_state"),
-        guard=part("guard"),
+        guard=guard,
         average=averaged,
     )
     return _cast(state, target)
@@ -377,7 +382,8 @@ def check_state(programs: TrainPrograms, store: Store, step: int, options: Resum
     Runs from before `precision.moments` kept moments in the dtype of the parameters, so theirs may
     be bfloat16 though no setting differs.
     """
-    target, layout = programs.abstract(), store.layout(step)
+    layout = store.layout(step)
+    target = _without_absent(programs.abstract(), layout)
 
     def parts(state: TrainState) -> dict[str, Any]:
         trees = {"params": state.params, "guard": state.guard}
@@ -399,6 +405,14 @@ def check_state(programs: TrainPrograms, store: Store, step: int, options: Resum
             why=error.why,
             fix="--cast    # converts the stored arrays to the dtypes of this config",
         ) from error
+
+
+def _without_absent(state: TrainState, layout: dict[str, str]) -> TrainState:
+    """Return an abstract state without the counters that earlier versions did not store."""
+    if "guard/spikes" in layout:
+        return state
+    absent: Any = {"spikes": None, "shift": None}
+    return state._replace(guard=state.guard._replace(**absent))
 
 
 def first_state(programs: TrainPrograms, store: Store) -> TrainState:
