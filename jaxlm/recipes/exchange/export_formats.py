@@ -32,6 +32,7 @@ from jaxlm.data.vocabularies.gguf_tokens import PREFIX
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
 from jaxlm.recipes.exchange import import_model, quantized_tensors, reward_head
 from jaxlm.recipes.use.load import LoadedRun
+from jaxlm.training.rundir import read_json
 from jaxlm.tune import surgery
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -42,6 +43,7 @@ DTYPES: dict[Dtype, np.dtype] = {
 }
 # Rounding that a format applies to each leaf, by path: a function of the leaf.
 ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array | np.ndarray]]
+GENERATION_FILE = "generation_config.json"
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -146,15 +148,16 @@ class HFExport:
         ids = {name: known[name] for name in known if name in GENERATION}
         ids = {name: id_ for name, id_ in ids.items() if id_ is not None}
         folder = self._job.workdir / chat_templates.HUB
-        ends, template = tokenizer.ends, chat_templates.of_folder(folder)
-        if template is not None and self._job.opened.run.data.has_chats:
-            ends = chat_ends(tokenizer, template)
+        ends = _ends(self._job.opened, self._job.workdir)
         if len(ends) > 1:
             ids["eos_token_id"] = list(ends)
-        write_json(place / "generation_config.json", ids)
+        write_json(place / GENERATION_FILE, ids)
         for name in import_model.COMPANION_FILES:
             if name != "config.json" and (folder / name).is_file():
                 shutil.copyfile(folder / name, place / name)
+        if (folder / GENERATION_FILE).is_file() and ends != tokenizer.ends:
+            came = read_json(folder, GENERATION_FILE)
+            write_json(place / GENERATION_FILE, came | {"eos_token_id": list(ends)})
         if isinstance(tokenizer, ImportedTokenizer):
             return
         content = tokenizer_json.as_json(tokenizer)
@@ -165,6 +168,14 @@ class HFExport:
             return
         (place / "tokenizer.json").write_bytes(content)
         write_json(place / "tokenizer_config.json", tokenizer_json.settings(tokenizer))
+
+
+def _ends(opened: LoadedRun, workdir: Path) -> tuple[int, ...]:
+    """Return the ids that end a text of a run: those of turns too, if it trained on them."""
+    template = chat_templates.of_folder(workdir / chat_templates.HUB)
+    if template is None or not opened.run.data.has_chats:
+        return opened.tokenizer.ends
+    return chat_ends(opened.tokenizer, template)
 
 
 def _attributes(job: ExportJob) -> dict[str, Any]:
@@ -208,7 +219,7 @@ class GGUFExport:
         self._job = job
         contents = job.dtype, job.scheme, job.steps_of, job.importance
         self._plan = _gguf_plan(job.family, job.tensors, *contents)
-        self._tokenizer = _gguf_tokens(job.opened.tokenizer, job.family.vocab, job.workdir)
+        self._tokenizer = _gguf_tokens(job.opened, job.family.vocab, job.workdir)
         if (template := chat_templates.of_folder(job.workdir / chat_templates.HUB)) is not None:
             self._tokenizer["tokenizer.chat_template"] = template.source
 
@@ -266,7 +277,7 @@ def check_gguf(opened: LoadedRun, family: Any, dtype: np.dtype, scheme: Scheme |
     """
     library("writing a GGUF", opened.workdir)
     _gguf_plan(family, layout(family.build(), family.HUB), dtype, scheme, {}, {})
-    _gguf_tokens(opened.tokenizer, family.vocab, opened.workdir)
+    _gguf_tokens(opened, family.vocab, opened.workdir)
 
 
 def _gguf_plan(
@@ -292,15 +303,16 @@ def _gguf_plan(
     return plan
 
 
-def _gguf_tokens(tokenizer: Tokenizer, rows: int, workdir: Path) -> dict[str, Any]:
-    """Return the settings of a tokenizer with ids below `rows`."""
-    content = tokenizer_json.as_json(tokenizer)
+def _gguf_tokens(opened: LoadedRun, rows: int, workdir: Path) -> dict[str, Any]:
+    """Return the settings of a run's tokenizer with ids below `rows`."""
+    content = tokenizer_json.as_json(opened.tokenizer)
     if content is None:
         what = "the tokenizer cannot be written to a GGUF"
         why = "its ids start after jaxlm's special tokens; no tokenizer.json gives those ids"
         fix = "--to=hf    # a folder, without a tokenizer"
         raise ConfigError(what, where=str(workdir), why=why, fix=fix)
-    return gguf_tokens.metadata(content, rows, str(workdir)) | _special_ids(tokenizer)
+    named = _special_ids(opened.tokenizer, _ends(opened, workdir))
+    return gguf_tokens.metadata(content, rows, str(workdir)) | named
 
 
 def _refuse_lost(attributes: dict[str, Any], plan: GGUFPlan) -> None:
@@ -322,9 +334,9 @@ def _refuse_lost(attributes: dict[str, Any], plan: GGUFPlan) -> None:
         raise _unsupported("; ".join(lost))
 
 
-def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the ids that begin and end documents and answers."""
-    later = [id_ for id_ in tokenizer.ends if id_ != tokenizer.eos]
+def _special_ids(tokenizer: Tokenizer, ends: tuple[int, ...]) -> dict[str, Any]:
+    """Return the ids that begin and end documents and answers, which are `ends`."""
+    later = [id_ for id_ in ends if id_ != tokenizer.eos]
     ids = {
         "bos": tokenizer.before[0] if tokenizer.before else None,
         "eos": tokenizer.eos,

@@ -5,11 +5,14 @@ import json
 import pytest
 import tokenizers as hf
 
+from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import chat_templates
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.hub_tokenizer import ExtraToken, ImportedTokenizer, with_extra_tokens
 from jaxlm.recipes.use import generate
 from tests.cli.test_exchange import call, write
+from tests.cli.test_export_gguf import FAMILIES, written
 from tests.data.chat_templates import CHATML
 from tests.data.vocabularies.test_byte_pairs import BYTES, made
 
@@ -105,6 +108,50 @@ def test_an_answer_ends_with_any_of_the_tokens_that_the_model_names(tmp_path, ca
     assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
     exported = json.loads((out / "generation_config.json").read_text())
     assert {256, 257} <= set(exported["eos_token_id"])
+
+
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_an_export_of_conversations_ends_with_the_token_that_ends_their_turns(tmp_path, capsys, to):
+    """A base model names the end of a document alone in its generation_config.json."""
+    run, more = tmp_path / "run", tmp_path / "more"
+    if to == "hf":
+        source = write(tmp_path / "source")
+    else:  # llama.cpp requires merges
+        source = written(tmp_path, FAMILIES["llama"])
+        content = (source / "tokenizer.json").read_bytes()
+        size = hf.Tokenizer.from_buffer(content).get_vocab_size()
+        turn = ExtraToken("<|turn|>", size, True)
+        (source / "tokenizer.json").write_bytes(with_extra_tokens(content, [turn], "x"))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    text = json.loads((source / "tokenizer.json").read_text())
+    specials = {each["content"]: each["id"] for each in text["added_tokens"] if each["special"]}
+    end = specials.pop(chat_templates.of_folder(source).tokens["eos_token"])
+    mark, of_turn = max(specials.items())
+    settings["chat_template"] = (
+        f"{{% for m in messages %}}[{{{{ m.role }}}}] {{{{ m.content }}}}{mark}{{% endfor %}}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    drawn = {"eos_token_id": end, "temperature": 0.6}
+    (source / "generation_config.json").write_text(json.dumps(drawn))
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 64)
+    words = [f"--config={run / 'config.json'}", "--config.train.steps=1", "--config.train.batch=8"]
+    words += [f"--config.data.train={tmp_path / 'chat.jsonl'}", "--config.data.kind=chat"]
+    words += ["--config.data.sequence=32", "--config.data.validation=()"]
+    words += [f"--init_from={run}", f"--workdir={more}"]
+    code, _, output = call(capsys, "train", *words)
+    assert code == 0, output
+    out = tmp_path / ("out" if to == "hf" else "out.gguf")
+    code, _, output = call(capsys, "export", f"--workdir={more}", f"--out={out}", f"--to={to}")
+    assert code == 0, output
+    if to == "hf":
+        exported = json.loads((out / "generation_config.json").read_text())
+        assert exported == drawn | {"eos_token_id": [end, of_turn]}
+    else:
+        named = Gguf(out).read_json("generation_config.json")
+        assert named == {"eos_token_id": sorted([end, of_turn])}
 
 
 @pytest.mark.slow
