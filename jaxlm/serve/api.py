@@ -11,7 +11,7 @@ from typing import Any
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.conversations import ROLES
-from jaxlm.data.corrupt.fim import FIM_TOKENS
+from jaxlm.data.corrupt.fim import FimIds, fim_ids
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.grammar import Grammar, GrammarCompiler, GrammarRefused, GrammarSource, Kind
 from jaxlm.generate.requests import Delta, Request, Ticket, TokenScore
@@ -303,22 +303,29 @@ def text_row(text: str, served: Served, suffix: str | None = None) -> tuple[int,
     ids = tokenizer.encode(text)
     if suffix is not None:
         check_length(suffix, served, "suffix")
-        prefix, middle, after = _fim_ids(served)
-        ids = [prefix, *ids, after, *tokenizer.encode(suffix), middle]
+        marks = _fim_ids(served)
+        ids = [marks.prefix, *ids, marks.suffix, *_inner_ids(suffix, tokenizer), marks.middle]
     first = tokenizer.before
     return (*(first if first or ids else tokenizer.after), *ids)
 
 
-def _fim_ids(served: Served) -> tuple[int, int, int]:
-    """Return the ids before prefix, middle and suffix."""
+def _fim_ids(served: Served) -> FimIds:
+    """Return the ids before prefix, middle and suffix, as in training."""
     if not served.is_infilling:
         message = "this model was not trained to fill in the middle (objective.name=fim)"
         raise RefusedRequest(400, message, "suffix")
-    specials = served.tokenizer.specials
-    for prefix, middle, suffix in FIM_TOKENS:
-        if prefix in specials:
-            return specials[prefix], specials[middle], specials[suffix]
-    raise RefusedRequest(400, "the tokenizer has no ids for a suffix", "suffix")
+    marks = fim_ids(served.tokenizer)
+    if marks is None:
+        raise RefusedRequest(400, "the tokenizer has no ids for a suffix", "suffix")
+    return marks
+
+
+def _inner_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a text that does not begin its document, without `Tokenizer.lead`."""
+    before = tokenizer.encode("\n")
+    ids = tokenizer.encode(f"\n{text}")
+    is_apart = tokenizer.lead and ids[: len(before)] == before
+    return ids[len(before) :] if is_apart else tokenizer.encode(text)
 
 
 def _check_room(rows: Sequence[tuple[int, ...]], max_tokens: int, served: Served) -> None:

@@ -1,12 +1,17 @@
 """Bodies of requests: any bytes are either a call or an error that names the problem."""
 
+import dataclasses
 import json
 import random
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxlm.data.chat import ChatTemplate
 from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.data.corrupt.fim import FIM_TOKENS
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.serve import api
@@ -137,3 +142,22 @@ def test_a_suffix_is_put_before_the_middle(served):
     names = served.names
     shown = [names.get(token) or served.tokenizer.decode([token]) for token in request.ids]
     assert shown == ["<|bos|>", "<|fim_prefix|>", "a", "<|fim_suffix|>", "b", "<|fim_middle|>"]
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_suffix_has_the_marks_of_training_and_no_space_of_the_tokenizer_in_front(
+    served, is_special
+):
+    """`jaxlm import --add_token` and the files of Qwen have marks that are not special."""
+    built = tokenizers.Tokenizer(models.BPE({"\u2581": 0, "a": 1, "b": 2, "\n": 3}, []))
+    built.pre_tokenizer = pre_tokenizers.Metaspace()
+    built.decoder = decoders.Metaspace()
+    built.add_special_tokens(["<s>"])
+    built.add_tokens([AddedToken(name, special=is_special) for name in FIM_TOKENS[0]])
+    tokenizer = ImportedTokenizer(built.to_str().encode(), before=[4], after=[4])
+    assert tokenizer.lead == " "
+    served = dataclasses.replace(served, tokenizer=tokenizer, vocab=tokenizer.size)
+    body = json.dumps({"prompt": "a", "suffix": "b", "max_tokens": 2}).encode()
+    (request,) = outcome(body, served, api.completion).requests
+    prefix, middle, suffix = (tokenizer.reserved[name] for name in FIM_TOKENS[0])
+    assert request.ids == (4, prefix, 0, 1, suffix, 2, middle)
