@@ -23,6 +23,8 @@ from jaxlm.monitor.sinks import Shape
 
 EVALS, TASK, RESULTS, SAMPLES = "evals", "task.json", "results.json", "samples.jsonl"
 LOSSES = ("bits_per_byte", "nats_per_token")  # lower is better; other metrics are shares
+# Shares of answers with a property that a task counts; more of them is neither better nor worse.
+COUNTS = ("refused", "listed_words", "classified")
 SIGNIFICANT = 0.05
 SAME = ("task", "items", "examples", "settings")  # facts of task.json that paired results share
 FACTS: Shape = {
@@ -119,7 +121,8 @@ class TaskComparison:
             return "has no interval: all items are of one group"
         if self.p_adjusted < SIGNIFICANT:
             is_better = (difference.mean > 0) != self.is_loss
-            return f"B is {'better' if is_better else 'worse'} by {self.amount(difference.mean)}"
+            words = ("higher", "lower") if self.metric in COUNTS else ("better", "worse")
+            return f"B is {words[not is_better]} by {self.amount(difference.mean)}"
         items = f"{difference.items} items"
         if difference.groups < difference.items:
             items += f" in {difference.groups} groups"

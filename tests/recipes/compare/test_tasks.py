@@ -107,6 +107,20 @@ def test_other_mistakes_cannot_be_told_apart_and_a_real_difference_can(tmp_path,
     assert worse["verdict"] == f"B is worse by {gain:.1f} points"
 
 
+@pytest.mark.parametrize("metric", ["refused", "listed_words", "classified"])
+def test_more_refusals_or_listed_words_are_called_neither_better_nor_worse(
+    tmp_path, capsys, answers, metric
+):
+    first, _, more = answers
+    for name, each in (("first", first), ("more", more)):
+        write(tmp_path / name, each, weights=name, metric=metric)
+    gain = 100 * (more.mean() - first.mean())
+    for pair, word in ((("first", "more"), "higher"), (("more", "first"), "lower")):
+        paths = (tmp_path / name for name in pair)
+        (task,) = compared(capsys, *paths, f"--out={tmp_path / 'page.html'}")["tasks"]
+        assert task["verdict"] == f"B is {word} by {gain:.1f} points"
+
+
 def test_items_are_paired_by_id_in_any_order(tmp_path, capsys, answers):
     write(tmp_path / "a", answers[0])
     second = write(tmp_path / "b", answers[0])
