@@ -118,7 +118,7 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
                     say("compiling the programs of the server ...")
                     engine = build_engine(opened, options, say)
                     bridge.engine = engine
-                    server.served = describe(opened, engine, say)
+                    server.served = describe(opened, engine, options, say)
                     host, port = listener.getsockname()[:2]
                     place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
@@ -215,13 +215,14 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
     return engine
 
 
-def describe(opened: LoadedRun, engine: Engine, say: Log) -> Served:
+def describe(opened: LoadedRun, engine: Engine, options: ServeOptions, say: Log) -> Served:
     """Return the facts of the model that the routes need."""
     store = Store(opened.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     source = InitSource(opened.run, store, opened.step)
     chat = None
     with contextlib.suppress(ConfigError):  # a run without a template continues text only
-        template = generate.template_of(opened.workdir, say=say)
+        folder = adapters.template_folder(options.adapter)
+        template = generate.template_of(opened.workdir, folder, say)
         chat = ChatTokenizer(opened.tokenizer, template)
     return Served(
         name=opened.workdir.resolve().name,

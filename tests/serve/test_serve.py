@@ -155,6 +155,17 @@ def test_a_chat_is_answered_by_the_template_of_the_run(client):
     assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
 
 
+def test_a_chat_with_an_adapter_is_read_by_the_template_of_the_adapter(trained, tmp_path):
+    """As `jaxlm generate --chat --adapter` reads it."""
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    opened = load.load_run(trained)
+    engine = Mock(vocab=opened.model.blueprint.config.vocab, context=64)
+    options = servers.ServeOptions(adapter=str(tmp_path))
+    served = servers.describe(opened, engine, options, print)
+    with served.grammars:
+        assert served.tokenizer.decode(served.chat.encode("ab")) == "ab?"
+
+
 def test_a_canceled_stream_frees_its_slot(client, running):
     stream = complete(
         client, max_tokens=120, stream=True, extra_body={"ignore_eos": True}, temperature=1
