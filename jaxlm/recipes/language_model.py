@@ -221,7 +221,8 @@ class LanguageModel:
                 "an untrained model has no validation sets", "evaluate('texts/*.txt')"
             )
         length = evaluate.checked_length(self.loaded, sequence, say or _silent)
-        loaders = evaluate.open_loaders(self.loaded, globs, length, say or _silent)
+        folder = adapters.template_folder(self.adapter)
+        loaders = evaluate.open_loaders(self.loaded, globs, length, say or _silent, adapter=folder)
         sets = evaluate.measure(self.loaded, loaders, batch)
         return {"step": self.step, "sequence": length} | evaluate.with_first(
             self.loaded, globs, sets

@@ -52,7 +52,7 @@ def read_questions(file: Path) -> list[AttackPrompt]:
     DataError if a line has no prompt.
     """
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise InputMissing(
             "the file of prompts cannot be read",

@@ -112,6 +112,21 @@ def test_an_evaluation_is_that_of_the_command(model, run, capsys):
     assert model.evaluate() == expected
 
 
+def test_conversations_are_evaluated_by_the_template_of_an_adapter(model, tmp_path):
+    """As `jaxlm eval --adapter` reads them."""
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    lines = []
+    adapted = dataclasses.replace(model, adapter=str(tmp_path))
+    assert adapted.evaluate(str(tmp_path / "chat.jsonl"), say=lines.append)["tokens"] > 0
+    assert f"the text is conversations, which are read by {file}" in lines
+
+
 @pytest.mark.slow
 def test_an_export_is_loaded_and_computes_the_same(model, tmp_path):
     parity = model.export(tmp_path / "hf")["parity"]

@@ -50,7 +50,7 @@ def read(path: Path) -> Principles:
     if not path.is_file():
         why = "it has a principle on each line"
         raise InputMissing("there are no principles", where=f"{FLAG}={path}", why=why, fix=fix)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     texts = tuple(line.strip() for line in lines if line.strip())
     if not texts:
         why = "all of its lines are empty"

@@ -87,7 +87,7 @@ def read(globs: Sequence[str], *, is_chat: bool, left_out: Counter[str]) -> list
     files = sorted({path for each in globs for path in matching_files(each, "--prompts")})
     prompts: dict[str, CollectPrompt] = {}
     for path in files:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

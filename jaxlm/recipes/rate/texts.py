@@ -55,7 +55,7 @@ def read_prompts(file: Path) -> list[str]:
             why="it has JSON lines with a prompt (.jsonl), or a prompt on each line",
             fix=_example(file),
         )
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     is_json = file.suffix == ".jsonl"
     prompts = [
         _prompt(line, f"{file}:{number}") if is_json else line

@@ -14,8 +14,11 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.data import preferred
 from jaxlm.data.conversations import Rejected
+from jaxlm.recipes.collect import prompts
+from jaxlm.recipes.rate import texts
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.llm_judge import YesNoModel
+from jaxlm.rl import attacks
 from tests.faults import harness
 from tests.recipes.test_reward import config, reward
 from tests.recipes.train.test_reference import pairs, train
@@ -136,6 +139,30 @@ def test_models_judge_by_the_ids_of_their_training(words, writer, reward, tmp_pa
         assert all(each["text"] for each in lines if each["score"] is not None)
 
 
+@pytest.mark.parametrize("read", ["collect", "rate", "attacks"])
+@pytest.mark.parametrize("mark", ["\u2028", "\x85", "\x0c"])
+def test_a_line_of_prompts_ends_with_a_line_feed_alone(tmp_path, read, mark):
+    """JSON allows U+2028 in a text, and web pages have it."""
+    text = f"one{mark}two"
+    lines = [json.dumps({"prompt": each}, ensure_ascii=False) for each in (text, "three")]
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes("\r\n".join(lines).encode())
+    expected = [json.loads(each)["prompt"] for each in lines]
+    if read == "collect":
+        asked = prompts.read([str(file)], is_chat=False, left_out=Counter())
+        assert [each.messages for each in asked] == expected
+        plain = tmp_path / "prompts.txt"
+        plain.write_bytes(f"{text}\nthree\n".encode())
+        asked = prompts.read([str(plain)], is_chat=False, left_out=Counter())
+        assert [each.messages for each in asked] == expected
+    elif read == "rate":
+        assert texts.read_prompts(file) == expected
+    else:
+        answered = "".join(f'{each[:-1]}, "answer": "1"}}\n' for each in lines)
+        file.write_bytes(answered.encode())
+        assert [each.prompt for each in attacks.read_questions(file)] == expected
+
+
 @pytest.mark.slow
 def test_a_judge_reads_a_question_as_its_model_reads_prompts(tmp_path):
     settings = {"train.steps": 2, "objective.name": "prefix", "data.sequence": 64}
@@ -172,8 +199,8 @@ def test_a_judge_that_sees_two_answers_has_no_preference_for_a_place(
     assert any(each["score"] for each in lines)
     assert main([*words, judge, f"--out={tmp_path}/one", "--samples=1"]) == 2
     assert "--samples=2" in capfd.readouterr().err
-    prompts = words[2].replace("--prompts", "--text")
-    command = ["eval", f"--workdir={writer}", prompts, "--max_tokens=4", "--json", judge]
+    asked = words[2].replace("--prompts", "--text")
+    command = ["eval", f"--workdir={writer}", asked, "--max_tokens=4", "--json", judge]
     assert main([*command, f"--against={writer}"]) == 0
     answer = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert (answer["win_rate"]["mean"], answer["ties"]) == (0.5, 20)
@@ -373,8 +400,8 @@ def test_a_person_is_asked_in_a_terminal_alone(words, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_a_win_rate_has_an_interval_and_a_run_ties_with_itself(writer, words, reward, capfd):
-    prompts = words[2].replace("--prompts", "--text")
-    command = ["eval", f"--workdir={writer}", prompts, "--max_tokens=8", "--json"]
+    asked = words[2].replace("--prompts", "--text")
+    command = ["eval", f"--workdir={writer}", asked, "--max_tokens=8", "--json"]
     judge = f"--judge={writer.parent}/judge.py:long"
     assert main([*command, judge, f"--against={writer}"]) == 0
     answer = json.loads(capfd.readouterr().out.splitlines()[-1])
