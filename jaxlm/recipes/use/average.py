@@ -74,6 +74,7 @@ def average(options: AverageOptions, say: Log = lambda _: None) -> dict[str, Any
     with RunDir(options.out) as directory:
         facts = answer | {"status": "averaged", "dtype": run.precision.params}
         facts["data"] = resume.trained_on(origins[0].workdir)
+        import_model.copy_hub_files(origins[0].workdir, directory)
         import_model.write(directory, run, params, tokenizer, facts)
     return answer
 

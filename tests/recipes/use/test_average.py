@@ -200,6 +200,16 @@ def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, cap
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
 
+def test_an_average_has_the_files_that_came_with_the_weights(run, tmp_path, capsys):
+    """Without them it has no chat template, and an export of it no tokenizer."""
+    copy, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, copy)
+    (copy / "hub").mkdir()
+    (copy / "hub/chat_template.jinja").write_text("{{ x }}")
+    answer(capsys, "average", f"--workdir={copy}", "--steps=6,7", f"--out={out}")
+    assert (out / "hub/chat_template.jinja").read_text() == "{{ x }}"
+
+
 @pytest.mark.slow
 def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
     other = tmp_path / "other"
