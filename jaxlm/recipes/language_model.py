@@ -69,6 +69,7 @@ class LanguageModel:
 
     loaded: LoadedRun
     adapter: str | None = None
+    weights: Weights = "raw"  # of the run: the parameters, or their average
 
     def __repr__(self) -> str:
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -249,7 +250,8 @@ class LanguageModel:
                 why="an export is of a run",
                 fix=f"jaxlm import --adapter={self.adapter} --init_from={self.workdir} --workdir=R",
             )
-        return export_model.export_model(self.workdir, Path(out), step=self.step, **options)
+        chosen: dict[str, Any] = {"step": self.step, "weights": self.weights}
+        return export_model.export_model(self.workdir, Path(out), **chosen, **options)
 
     def _check_trained(self, what: str, fix: str) -> None:
         if not self.is_trained:
@@ -321,7 +323,7 @@ def load(
         cpu_devices=cpu_devices,
         say=say,
     )
-    return LanguageModel(loaded, adapter)
+    return LanguageModel(loaded, adapter, weights)
 
 
 def _silent(line: str) -> None:

@@ -6,7 +6,9 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import jaxlm
 from jaxlm.cli.main import main
 from jaxlm.recipes.compare import summary
 from tests.faults import harness
@@ -86,9 +88,13 @@ def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
     assert len(answer(capsys, *words, "--weights=ema")["samples"][0]["ids"]) > 0
     out = tmp_path / "hub"
     answer(capsys, "export", f"--workdir={run}", f"--out={out}", "--weights=ema")
-    from safetensors.numpy import load_file
-
     table = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+    assert (table == harness.store(run).arrays(8)["average/embedding/table"]).all()
+
+
+def test_a_model_that_was_loaded_with_the_average_exports_it(run, tmp_path):
+    jaxlm.load(run, weights="ema").export(tmp_path / "ema")
+    table = load_file(tmp_path / "ema/model.safetensors")["model.embed_tokens.weight"]
     assert (table == harness.store(run).arrays(8)["average/embedding/table"]).all()
 
 
@@ -139,8 +145,6 @@ def test_swa_from_a_step_on_its_own_schedule_is_evaluated_and_exported(config, t
     assert abs(loss - losses["val"]) > 1e-4
     out = tmp_path / "hub"
     answer(capsys, "export", f"--workdir={run}", f"--out={out}", "--weights=swa")
-    from safetensors.numpy import load_file
-
     table = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
     assert (table == arrays["average/embedding/table"]).all()
 
