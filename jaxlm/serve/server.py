@@ -24,6 +24,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
+from jaxlm.objectives.config import FIM, Mixture
 from jaxlm.recipes.plan import oom
 from jaxlm.recipes.use import adapter as adapters
 from jaxlm.recipes.use import drafts, generate, load
@@ -224,13 +225,15 @@ def describe(opened: LoadedRun, engine: Engine, options: ServeOptions, say: Log)
         folder = adapters.template_folder(options.adapter)
         template = generate.template_of(opened.workdir, folder, say)
         chat = ChatTokenizer(opened.tokenizer, template)
+    objective = opened.run.objective
+    parts = [each for each, _ in objective.parts] if isinstance(objective, Mixture) else [objective]
     return Served(
         name=opened.workdir.resolve().name,
         digest=source.digest,
         step=opened.step,
         tokenizer=opened.tokenizer,
         chat=chat,
-        is_infilling=opened.run.objective.name == "fim",
+        is_infilling=any(isinstance(each, FIM) for each in parts),
         vocab=engine.vocab,
         context=engine.context,
         grammars=GrammarCompiler(opened.tokenizer, engine.vocab),

@@ -113,7 +113,7 @@ def test_an_evaluation_is_that_of_the_command(model, run, capsys):
 
 
 def test_conversations_are_evaluated_by_the_template_of_an_adapter(model, tmp_path):
-    """As `jaxlm eval --adapter` reads them."""
+    """`jaxlm eval --adapter` reads them by it too."""
     file = tmp_path / "chat_template.jinja"
     file.write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import json
 import re
@@ -16,6 +17,7 @@ from starlette.testclient import TestClient
 
 import jaxlm
 from jaxlm.cli.main import main
+from jaxlm.objectives.config import Mixture, Weights
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load
 from jaxlm.serve import guard
@@ -156,7 +158,7 @@ def test_a_chat_is_answered_by_the_template_of_the_run(client):
 
 
 def test_a_chat_with_an_adapter_is_read_by_the_template_of_the_adapter(trained, tmp_path):
-    """As `jaxlm generate --chat --adapter` reads it."""
+    """`jaxlm generate --chat --adapter` reads it so too."""
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}?")
     opened = load.load_run(trained)
     engine = Mock(vocab=opened.model.blueprint.config.vocab, context=64)
@@ -164,6 +166,18 @@ def test_a_chat_with_an_adapter_is_read_by_the_template_of_the_adapter(trained, 
     served = servers.describe(opened, engine, options, print)
     with served.grammars:
         assert served.tokenizer.decode(served.chat.encode("ab")) == "ab?"
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.0])
+def test_a_mixture_with_rows_that_fill_in_the_middle_does_so(trained, weight):
+    opened = load.load_run(trained)
+    mixture = Mixture(weights=Weights(fim=weight))
+    run = dataclasses.replace(opened.run, objective=mixture)
+    opened = dataclasses.replace(opened, run=run)
+    engine = Mock(vocab=opened.model.blueprint.config.vocab, context=64)
+    served = servers.describe(opened, engine, servers.ServeOptions(), print)
+    with served.grammars:
+        assert served.is_infilling == bool(weight)
 
 
 def test_a_canceled_stream_frees_its_slot(client, running):

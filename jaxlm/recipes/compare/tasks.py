@@ -23,7 +23,7 @@ from jaxlm.monitor.sinks import Shape
 
 EVALS, TASK, RESULTS, SAMPLES = "evals", "task.json", "results.json", "samples.jsonl"
 LOSSES = ("bits_per_byte", "nats_per_token")  # lower is better; other metrics are shares
-# Shares of answers with a property that a task counts; more of them is neither better nor worse.
+# Shares of answers with a property that a task counts: a higher one is not always better.
 COUNTS = ("refused", "listed_words", "classified")
 SIGNIFICANT = 0.05
 SAME = ("task", "items", "examples", "settings")  # facts of task.json that paired results share
