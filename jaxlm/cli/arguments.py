@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import glob
 import importlib
+import itertools
 import re
 import shlex
 from collections.abc import Collection, Sequence
@@ -138,6 +139,13 @@ def needed(args: Any, name: str, *, fix: str = "") -> str:
     return value
 
 
+def free_workdir(name: str) -> str:
+    """Return the flag of a run directory of this name, or with a number, that does not exist."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    folders = (Path("runs", each) for each in names)
+    return f"--workdir={shlex.quote(str(next(each for each in folders if not each.exists())))}"
+
+
 def needed_run(args: Any) -> str:
     """Return --workdir. Raises CommandError without it; the fix names runs near this directory."""
     folders = {path.parent for pattern in RUNS for path in Path().glob(f"{pattern}/config.json")}
@@ -163,6 +171,7 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
     return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _example("--config"))
 
 
+DATA = "--config.data.train="
 PLACES = {"DIR", "FILE", "PLACE"}  # metavars of paths
 
 
@@ -367,17 +376,17 @@ class Parser(argparse.ArgumentParser):
         }
         if word in repaired:
             why = "a flag begins with two dashes"
-        elif flag := self._flag_of(word):
+        elif flag := self._flag_of(word, line):
             why = f"a value follows its flag, here {flag}"
             name = hub.guessed_name(word) if flag == "--from" else None
             repaired[word] = f"{flag}={name or word}"
         is_text = self.prog.endswith(" train") and word not in repaired and Path(word).exists()
-        if is_text and any(each.startswith("--config=") for each in line):
+        if is_text and any(each.startswith(("--config=", DATA)) for each in line):
             why = "the text is a setting of the config, here data.train"
-            repaired[word] = f"--config.data.train={word}"
+            repaired |= _in_one_setting([each for each in words if Path(each).exists()], line)
         if line and word in repaired:
             fixed = [repaired.get(each, each) for each in line]
-            fix = shlex.join([self.prog.partition(" ")[0], *fixed])
+            fix = shlex.join([self.prog.partition(" ")[0], *filter(None, fixed)])
         elif is_text:
             why = "a run is described by a config, which `jaxlm init` writes for a text"
             fix = shlex.join(["jaxlm", "init", f"--data={word}"])
@@ -399,7 +408,7 @@ class Parser(argparse.ArgumentParser):
         except _Misfit as misfit:
             raise misfit.explained(words) from None
 
-    def _flag_of(self, word: str) -> str | None:
+    def _flag_of(self, word: str, line: Sequence[str]) -> str | None:
         """Return the flag that a word is probably the value of: a model, a run or a config."""
         has_run = is_run(word)
         is_file = word.endswith(".py") and "=" not in word
@@ -412,13 +421,23 @@ class Parser(argparse.ArgumentParser):
         if is_config and "--config" not in withheld:
             return "--config"
         if has_run and "--workdir" not in withheld:
-            return "--workdir"
+            if not any(each.startswith("--workdir=") for each in line):
+                return "--workdir"
+            return "--with" if "--with" in flags else None
         texts = (flag for flag in ("--data", "--text") if flag in flags and Path(word).exists())
         return next(texts, None)
 
     def error(self, message: str) -> NoReturn:
         """Raise argparse's error, for `read` to explain."""
         raise _Misfit(self.prog, message, self.examples)
+
+
+def _in_one_setting(texts: Sequence[str], line: Sequence[str]) -> dict[str, str]:
+    """Return the words of a line that change if one data.train names all texts; "" is removed."""
+    settings = [each for each in line if each.startswith(DATA)]
+    first, *others = [*settings, *texts]
+    values = [each.removeprefix(DATA) for each in (first, *others)]
+    return {first: f"{DATA}{','.join(values)}"} | dict.fromkeys(others, "")
 
 
 class _Misfit(Exception):
@@ -462,7 +481,15 @@ class _Misfit(Exception):
             if (example := re.search(line, self.examples, re.MULTILINE)) is None:
                 return None
             flags.append(example[1])
-        return " ".join([self.prog.partition(" ")[0], shlex.join(words), *flags]) if flags else None
+        program, *verb = self.prog.split()
+        places = [each for each in words[len(verb) :] if not each.startswith("-")]
+        has_run = any(each.startswith("--workdir=") for each in words)
+        if missing == "--out" and has_run and len(places) == 1 and not is_run(places[0]):
+            flags = []  # its value follows without it
+            words = [f"--out={each}" if each == places[0] else each for each in words]
+        elif not flags:
+            return None
+        return " ".join([program, shlex.join(words), *flags])
 
     def _error(self, fix: str) -> CommandError:
         what, why = self.message.removeprefix("argument "), "the command line does not fit the verb"

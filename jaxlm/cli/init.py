@@ -23,6 +23,7 @@ from jaxlm.monitor.chips import MEMORY
 
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 CHAT = "--config.data.kind=chat"
+MAX_DROPPED = "--config.data.max_dropped"
 FINETUNE = (
     "jaxlm train --config=finetune/lora --init_from=runs/base --config.data.train={}{}"
     " --workdir=runs/chat    # runs/base: a run, or a folder of transformers"
@@ -76,7 +77,10 @@ def run(args: Any, out: Output) -> int:
         first, *others = error.fix.replace("--config.data.text_key=", "--text_key=").splitlines()
         if first.startswith(CHAT):  # a model is fine-tuned on conversations
             first = FINETUNE.format(shlex.quote(",".join(patterns)), first.removeprefix(CHAT))
-        error.fix = "\n".join([first, *others])
+        lines = [first, *others]
+        if any(each.startswith(MAX_DROPPED) for each in lines):  # a setting of the training alone
+            lines = [f"correct {error.where}"]
+        error.fix = "\n".join(lines)
         raise
     words = [f"--data={each}" for each in args.data]
     text_key = None if args.text_key == "text" else args.text_key

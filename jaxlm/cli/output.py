@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from jaxlm.core.errors import JaxlmError
+from jaxlm.core.errors import JaxlmError, with_free_run
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
 
@@ -41,6 +41,7 @@ class Output:
 
     def error(self, error: JaxlmError) -> None:
         """Print an error on stderr; under `--json` also as an object on stdout."""
+        error.fix = with_free_run(error.fix)
         for line in error.every:
             write(sys.stderr, line)
         first, *rest = str(error).split("\n")

@@ -17,6 +17,8 @@ from jaxlm.cli.arguments import (
     Parser,
     add_flag,
     at_least_one,
+    free_workdir,
+    is_run,
     needed,
     needed_config,
 )
@@ -39,7 +41,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    workdir, file = Path(needed(args, "workdir")), needed_config(args, Run)
+    free = free_workdir("sweep")
+    workdir, file = Path(needed(args, "workdir", fix=free)), needed_config(args, Run)
+    if is_run(str(workdir)):
+        what, why = f"{workdir} is a run", "a sweep has a directory for each of its runs"
+        raise CommandError(what, where=f"--workdir={workdir}", why=why, fix=free)
     at_least_one("jaxlm sweep", args, "seeds", "parallel")
 
     from jaxlm.recipes.compare import comparison, sweep

@@ -23,13 +23,20 @@ The settings that are changed most, as --config.NAME=VALUE, and their defaults:
 config explain NAME` describes one, and `jaxlm init` writes a config for text of your own.
 """
 
-import itertools
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, needed, needed_config, selection
+from jaxlm.cli.arguments import (
+    CPU_DEVICES,
+    Parser,
+    add_flag,
+    free_workdir,
+    needed,
+    needed_config,
+    selection,
+)
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import ANOTHER, CommandError, JaxlmError
@@ -64,7 +71,8 @@ def add_arguments(parser: Parser) -> None:
 def run(args: Any, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    workdir = Path(needed(args, "workdir", fix=_free_workdir(args.config)))
+    named = Path((args.config or "a").partition(":")[0]).stem
+    workdir = Path(needed(args, "workdir", fix=free_workdir(named)))
     saved = workdir / "config.json"  # of the run, which continues
     if args.config is None and not saved.is_file() and args.init_from:
         saved = _config_of(args)
@@ -106,14 +114,6 @@ def run(args: Any, out: Output) -> int:
     known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
     text = f"{workdir}: {state} at step {result.step}{loss}{verdict}"
     return out.result(known | result.metrics, text)
-
-
-def _free_workdir(config: str | None) -> str:
-    """Return the flag of a run directory that does not exist, named by the config."""
-    name = Path((config or "a").partition(":")[0]).stem
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    folders = (Path("runs", each) for each in names)
-    return f"--workdir={shlex.quote(str(next(each for each in folders if not each.exists())))}"
 
 
 def _with_config(fix: str, workdir: Path) -> str:

@@ -6,6 +6,7 @@ import functools
 import glob
 import hashlib
 import itertools
+import math
 import shlex
 import sysconfig
 from collections import Counter
@@ -182,6 +183,11 @@ class Corpus:
             f"; {dropped} of the {read} records so far {'are' if dropped > 1 else 'is'} broken, "
             f"data.max_dropped = {self.max_dropped:g} of them may be"
         )
+        if first.record > 1 and 2 * dropped <= read:  # those before it in the file are whole
+            share = math.ceil(100 * dropped / read) / 100
+            without = f"--config.data.max_dropped={share:g}    # leaves such records out"
+            is_field = isinstance(error, records.NoText)
+            error.fix = without if is_field else f"{error.fix}\n{without}"
         return error
 
 

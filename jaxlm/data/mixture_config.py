@@ -162,8 +162,8 @@ def _misnamed(field: str, texts: Sequence[str], sources: Sequence[str]) -> Probl
     for name, entry in zip(names, texts, strict=True):
         _, _, text = entry.partition("=")
         if name not in sources:
-            meant = nearest_word(name, sources)
-            change = {meant or sources[0]: text or "1"}
+            left = [each for each in sources if each not in names] or sources
+            change = {nearest_word(name, left) or left[0]: text or "1"}
             why = f"{entry!r} names no source; there is {', '.join(sources)}"
             fix = _flag(field, entries([e for e in texts if e != entry]) | change)
             yield f"mixture.{field}", why, fix

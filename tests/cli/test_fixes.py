@@ -10,8 +10,9 @@ import pytest
 
 from jaxlm.cli.arguments import train_next
 from jaxlm.cli.main import main
+from jaxlm.cli.output import Output
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ANOTHER, CommandError, ConfigError
 from jaxlm.core.nearest import SYNONYMS, distance
 from jaxlm.core.sections import choices, read, settings, show
 from jaxlm.core.span import Span
@@ -305,6 +306,41 @@ def test_a_line_that_is_fixed_keeps_its_other_words(words, capsys):
         "jaxlm data tokenize --out=x --json" if "tokenze" in words else "jaxlm config diff --help"
     )
     assert fix == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (
+            "train --config.data.train=mine/0.txt mine/1.txt mine/2.txt --workdir=x",
+            "train --config.data.train=mine/0.txt,mine/1.txt,mine/2.txt --workdir=x --json",
+        ),
+        (
+            "train --config=quickstart mine/1.txt mine/2.txt --workdir=x",
+            "train --config=quickstart --config.data.train=mine/1.txt,mine/2.txt --workdir=x --json",
+        ),
+        (
+            "average --workdir=runs/a runs/b --out=x",
+            "average --workdir=runs/a --with=runs/b --out=x --json",
+        ),
+        ("eval --workdir=runs/a runs/b", "eval --help"),
+        ("export --workdir=runs/a hf", "export --workdir=runs/a --out=hf --json"),
+    ],
+)
+def test_a_word_after_the_value_of_its_flag_replaces_no_other(words, fix, folder, capsys):
+    for name in "ab":
+        (folder / f"runs/{name}").mkdir(parents=True)
+        (folder / f"runs/{name}/config.json").write_text("{}")
+    assert refused(capsys, *words.split())["fix"] == f"jaxlm {fix}"
+
+
+def test_a_fix_that_begins_another_run_names_a_directory_that_does_not_exist(folder, capsys):
+    out = Output(as_json=True)
+    for name in ("runs/another", "runs/another-2", "runs/another-3"):
+        out.error(CommandError("x", where="y", why="z", fix=f"{ANOTHER} --config.seed=1"))
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["fix"] == f"--workdir={name} --config.seed=1"
+        (folder / name).mkdir(parents=True)
 
 
 def test_types_of_settings_are_those_that_the_property_knows():

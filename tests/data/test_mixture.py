@@ -253,6 +253,11 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
             "weights=web=0.5,code=0.3,books=0.2",
         ),
         (
+            {"mixture": MixtureWeights(weights=("web=0.5", "code=0.3", "x=0.2"))},
+            "'x=0.2' names no source",
+            "weights=web=0.5,code=0.3,books=0.2",
+        ),
+        (
             {"mixture": MixtureWeights(weights=("web=0.5", "code=0.3", "web=0.2", "books=0"))},
             "web is named twice",
             "weights=",

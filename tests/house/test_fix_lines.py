@@ -364,6 +364,11 @@ SITUATIONS = {
         "data stats --config=c.py --config.data.train=a.jsonl",
         """printf '{"text": "some text"}\\nno JSON\\n' > a.jsonl""",
     ),
+    "a record among others without a text": Situation(
+        "data stats --config=c.py --config.data.train=a.jsonl",
+        "for i in $(seq 40); do echo '{\"text\": \"some text, and more of it, number '$i'\"}'; "
+        "done > a.jsonl; sed -i '8s/text/txet/' a.jsonl",
+    ),
     "no text key": Situation(
         "data stats --config=c.py --config.data.train=a.jsonl",
         "for i in $(seq 40); do echo '{\"body\": \"some text, and more of it, number '$i'\"}'; "
@@ -678,6 +683,7 @@ SITUATIONS = {
         "cp -r exported odd; sed -i 's/llama/frobnicate/' odd/config.json",
     ),
     "a sweep of one run": Situation("sweep --config=c.py --workdir=new"),
+    "a sweep in a run": Situation("sweep --config=c.py --workdir=runs/a --seeds=2"),
     "a sweep without values": Situation("sweep --config=c.py --workdir=new --vary=seed"),
     "a sweep of a list": Situation(
         "sweep --config=c.py --workdir=new --seeds=2 --vary=optim.freeze=embedding/*,final_norm/*"
@@ -751,6 +757,7 @@ NOTHING_NEXT = {"next of train, continued without a config"}
 SLOW = {
     "a sweep's runs and a config",
     "a sweep of one run",
+    "a sweep in a run",
     "a sweep without values",
     "a sweep of a list",
     "widths that are none",

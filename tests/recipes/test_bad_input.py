@@ -62,10 +62,10 @@ CASES = {
         65,
         ["not UTF-8", "latin/a.txt", "byte 3"],
     ),
-    "no text key": (
+    "no text in one record": (
         ["--config.data.train={p}/records/*.jsonl"],
         65,
-        ["line 6", "--config.data.text_key=body"],
+        ["line 6", "--config.data.max_dropped=0.17"],
     ),
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
@@ -131,12 +131,12 @@ CASES = {
         ["but the schedule ends at step", "--config.schedule.warmup=2%"],
     ),
     "group": (
-        ["--config.optim.lr_scale=('nothing/*=0.5',)"],
+        ["--config.optim.lr_scale=('nothing/*=0.5',)", "--config.train.batch=8"],
         2,
         ["matches no parameter", '--config.optim.lr_scale="()"'],
     ),
     "groups": (
-        ["--config.optim.lr_scale=('embedding/*=0.5','embed*=0.1')"],
+        ["--config.optim.lr_scale=('embedding/*=0.5','embed*=0.1')", "--config.train.batch=8"],
         2,
         ["contain embedding/table", "--config.optim.lr_scale=\"('embedding/*=0.5',)\""],
     ),

@@ -87,14 +87,15 @@ def _origins(options: AverageOptions, say: Log) -> list[InitSource]:
     steps = options.steps
     if not steps:
         committed = store.steps()
-        if not 0 < options.newest <= len(committed):
+        newest = options.newest or (1 if options.others else 0)
+        if not 0 < newest <= len(committed):
             raise CommandError(
-                "the run has too few checkpoints" if options.newest else "no step is named",
-                where=f"--newest={options.newest}" if options.newest else f"--workdir={workdir}",
+                "the run has too few checkpoints" if newest else "no step is named",
+                where=f"--newest={newest}" if newest else f"--workdir={workdir}",
                 why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
                 fix=f"--steps={','.join(map(str, committed[-2:]))}",
             )
-        steps = tuple(committed[-options.newest :])
+        steps = tuple(committed[-newest:])
     origins = [InitSource(run, store, load.select_step(store, step, False, say)) for step in steps]
     origins += [load.open_run_ref(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):

@@ -204,6 +204,16 @@ def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, cap
     assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
 
 
+def test_of_two_runs_the_newest_steps_are_averaged(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    words = ["average", f"--workdir={run}", f"--with={other}", f"--out={tmp_path / 'out'}"]
+    newest = harness.store(run).steps()[-1]
+    assert answer(capsys, *words)["of"] == [
+        {"run": str(each), "step": newest, "share": 0.5} for each in (run, other)
+    ]
+
+
 def test_an_average_has_the_files_that_came_with_the_weights(run, tmp_path, capsys):
     """Without them it has no chat template, and an export of it no tokenizer."""
     copy, out = tmp_path / "run", tmp_path / "out"

@@ -162,7 +162,7 @@ def test_layers_of_several_kinds_keep_their_bits(name):
         ("1,1", "--keep=1"),
         ("2,0", "--keep=0,2"),
         ("even:0", "at least one layer"),
-        ("harm:9", "--keep=even:4"),
+        ("harm:9", "--keep=harm:2"),
         ("", "no list of numbers"),
         ("some", "no list of numbers"),
         ("-1", "no list of numbers"),
