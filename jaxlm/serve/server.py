@@ -21,6 +21,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import CommandError, ConfigError, not_installed
 from jaxlm.data.chat_tokenizer import ChatTokenizer
+from jaxlm.evals.tasks import scoring
 from jaxlm.generate.engine import Engine, EngineSettings
 from jaxlm.generate.grammar import GrammarCompiler
 from jaxlm.generate.requests import Counters
@@ -116,10 +117,12 @@ def serve(workdir: Path, options: ServeOptions, say: Log, **selection: Any) -> i
             with _signals(bridge, options.drain_seconds, say):
                 opened = open_run(workdir, options, say, **selection)
                 with jax.set_mesh(opened.model.mesh):
+                    is_of_step = (options.adapter, selection.get("weights", "raw")) == (None, "raw")
+                    digest = digest_of(opened, is_of_step=is_of_step)
                     say("compiling the programs of the server ...")
                     engine = build_engine(opened, options, say)
                     bridge.engine = engine
-                    server.served = describe(opened, engine, options, say)
+                    server.served = describe(opened, engine, options, digest, say)
                     host, port = listener.getsockname()[:2]
                     place = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
                     say(f"serving {server.served.name}, step {opened.step}, at {place}")
@@ -216,10 +219,30 @@ def build_engine(opened: LoadedRun, options: ServeOptions, say: Log = lambda _: 
     return engine
 
 
-def describe(opened: LoadedRun, engine: Engine, options: ServeOptions, say: Log) -> Served:
-    """Return the facts of the model that the routes need."""
+def digest_of(opened: LoadedRun, *, is_of_step: bool) -> str:
+    """Return the digest of the weights: of the files of the step if they are those, else of all.
+
+    Weights with an adapter and averages are in no file of their own. Call it before the engine
+    takes the parameters.
+    """
+    if not is_of_step:
+        return scoring.weights_digest(opened.params)
     store = Store(opened.workdir / "checkpoints", CheckpointConfig(), read_only=True)
-    source = InitSource(opened.run, store, opened.step)
+    return InitSource(opened.run, store, opened.step).digest
+
+
+def describe(
+    opened: LoadedRun, engine: Engine, options: ServeOptions, digest: str, say: Log
+) -> Served:
+    """Return the facts of the model that the routes need.
+
+    Args:
+      opened: the run.
+      engine: its engine.
+      options: options of the server.
+      digest: digest of the weights.
+      `say`: receives log lines.
+    """
     chat = None
     with contextlib.suppress(ConfigError):  # a run without a template continues text only
         folder = adapters.template_folder(options.adapter)
@@ -229,7 +252,7 @@ def describe(opened: LoadedRun, engine: Engine, options: ServeOptions, say: Log)
     parts = [each for each, _ in objective.parts] if isinstance(objective, Mixture) else [objective]
     return Served(
         name=opened.workdir.resolve().name,
-        digest=source.digest,
+        digest=digest,
         step=opened.step,
         tokenizer=opened.tokenizer,
         chat=chat,

@@ -11,6 +11,7 @@ import time
 import urllib.request
 from unittest.mock import Mock
 
+import jax
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -163,9 +164,17 @@ def test_a_chat_with_an_adapter_is_read_by_the_template_of_the_adapter(trained, 
     opened = load.load_run(trained)
     engine = Mock(vocab=opened.model.blueprint.config.vocab, context=64)
     options = servers.ServeOptions(adapter=str(tmp_path))
-    served = servers.describe(opened, engine, options, print)
+    served = servers.describe(opened, engine, options, "", print)
     with served.grammars:
         assert served.tokenizer.decode(served.chat.encode("ab")) == "ab?"
+
+
+def test_weights_of_an_adapter_or_an_average_have_a_digest_of_their_own(trained):
+    opened = load.load_run(trained)
+    changed = dataclasses.replace(opened, params=jax.tree.map(lambda x: x + 1, opened.params))
+    digests = [servers.digest_of(each, is_of_step=False) for each in (opened, opened, changed)]
+    assert digests[0] == digests[1] != digests[2]
+    assert servers.digest_of(opened, is_of_step=True) == servers.digest_of(changed, is_of_step=True)
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.0])
@@ -175,7 +184,7 @@ def test_a_mixture_with_rows_that_fill_in_the_middle_does_so(trained, weight):
     run = dataclasses.replace(opened.run, objective=mixture)
     opened = dataclasses.replace(opened, run=run)
     engine = Mock(vocab=opened.model.blueprint.config.vocab, context=64)
-    served = servers.describe(opened, engine, servers.ServeOptions(), print)
+    served = servers.describe(opened, engine, servers.ServeOptions(), "", print)
     with served.grammars:
         assert served.is_infilling == bool(weight)
 
