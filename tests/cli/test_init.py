@@ -152,3 +152,15 @@ def test_in_a_terminal_it_asks(texts):
     assert process.wait() == 0, shown.decode()
     assert b"minutes [60]" in shown
     assert "--minutes=5" in (texts / "my_config.py").read_text()
+
+
+def test_a_config_is_sized_by_the_text_of_records(texts, capsys):
+    """Other fields of the records were text, too: the run had 20 passes and no dropout."""
+    line = "Words of a text that a small model reads again and again. " * 15
+    rows = [{"id": n, "html": "<p>" * 6000, "text": line} for n in range(400)]
+    (texts / "web.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert main(["init", "--data=web.jsonl", "--on=t4", "--params=10M"]) == 0
+    assert f"the text of {400 * len(line) / 2**10:.0f} KiB" in capsys.readouterr().out
+    run = config.load(Run, "my_config.py", ()).value
+    assert run.data.tokenizer == "sentencepiece:2048"
+    assert run.model.dropout > 0

@@ -18,7 +18,7 @@ from typing import Any
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import show
-from jaxlm.data import parts
+from jaxlm.data import parts, text_size
 from jaxlm.data.documents import Corpus
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import formatting
@@ -71,7 +71,7 @@ class Starter:
     run: Run
     settings: dict[str, Any]
     plan: Forecast
-    text_bytes: int
+    text_bytes: int  # of the text alone; estimate of large files
     text_tokens: float  # estimate
 
     @property
@@ -105,13 +105,14 @@ def plan_starter(request: StarterRequest) -> Starter:
     """
     corpus = Corpus.find(request.data, request.text_key, "--data")
     parts.probe(corpus, "--data")
+    size = text_size.text_bytes(corpus)
     minutes = request.minutes
     if minutes is None and request.parameters is None:
         minutes = MINUTES
     if request.parameters:
-        best = _sized(request, corpus.size, request.parameters, minutes)
+        best = _sized(request, size, request.parameters, minutes)
     else:
-        best = _largest(request, corpus.size, minutes)
+        best = _largest(request, size, minutes)
     if best is None:
         raise ConfigError(
             "no such model fits the machine",
