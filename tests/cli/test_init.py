@@ -164,3 +164,52 @@ def test_a_config_is_sized_by_the_text_of_records(texts, capsys):
     run = config.load(Run, "my_config.py", ()).value
     assert run.data.tokenizer == "sentencepiece:2048"
     assert run.model.dropout > 0
+
+
+def written(folder, kind: str) -> str:
+    """Write a short text of a kind, and return the flags that name it."""
+    if kind == "records":
+        sums = [{"prompt": f"{n % 10}+{n % 7}=", "html": "<p>" * 200} for n in range(250)]
+        (folder / "short.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
+        return "--data=short.jsonl --text_key=prompt"
+    size = int(kind)
+    (folder / "short.txt").write_text(("A few words of a short text.\n" * size)[:size])
+    return "--data=short.txt"
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["records", "800", pytest.param("2000", marks=pytest.mark.slow)])
+def test_the_config_of_a_very_short_text_trains(texts, capsys, kind):
+    """It was refused: the text was shorter than one batch, or its tail shorter than a row."""
+    words = written(texts, kind).split()
+    assert main(["init", *words, "--params=1M", "--on=t4x8", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["epochs"] <= 16.5
+    words = ["train", f"--config={answer['config']}", "--workdir=run", "--stop_at=1", "--quiet"]
+    assert main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "on"), [("319", "t4"), ("799", "h100x8")])
+def test_a_text_is_refused_if_no_batch_fits(texts, capsys, size, on):
+    assert main(["init", *written(texts, size).split(), f"--on={on}"]) == 65
+    error = capsys.readouterr().err
+    assert "the text is too short" in error
+    assert f"it has {size} bytes" in error
+    assert not (texts / "my_config.py").exists()
+
+
+@pytest.mark.parametrize(("on", "size"), [("h100x8", 800), ("v5e-256", 25_600), ("t4", 210_000)])
+@pytest.mark.parametrize("params", ["1M", "1B"])
+def test_a_batch_and_a_row_fit_the_text(texts, capsys, on, size, params):
+    words = written(texts, str(size)).split()
+    code = main(["init", *words, f"--on={on}", f"--params={params}", "--json"])
+    if on == "t4" and params == "1B":
+        assert code == 2, "one T4 has too little memory"
+        return
+    assert code == 0
+    answer = json.loads(capsys.readouterr().out)
+    run = config.load(Run, answer["config"], ()).value
+    assert answer["epochs"] <= 16.5
+    assert run.data.sequence <= size / 20
+    assert run.model.max_positions == run.data.sequence
+    assert run.train.batch * run.data.sequence <= size / 4

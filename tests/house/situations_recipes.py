@@ -136,6 +136,9 @@ SITUATIONS: dict[str, Situation] = {
     "lr-find of a model of another library, without a run": Situation(
         "lr-find --config=c.py --init_from=exported --steps=20"
     ),
+    "init of a very short text": Situation(
+        "init --data=short.txt --on=t4 --out=short.py", "echo a short text > short.txt"
+    ),
     "lr-find that is not finite": Situation(
         "lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16",
         prepare=broken("grads:nan"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.core.sections import show
 from jaxlm.data import parts, text_size
 from jaxlm.data.documents import Corpus
@@ -51,6 +51,8 @@ GOOD_EPOCHS, MAX_EPOCHS = 4, 16
 STEPS = 2000  # updates of a run of any length, within the limits of the batch
 MIN_BATCH, MAX_BATCH = 2048, 2**19  # tokens
 MIN_STEPS = 100
+MIN_SEQUENCE = 16  # tokens of a row on a very short text
+HELD_OUT_SHARE = 0.05  # of the text, as data.validation has it; it has a row at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +102,13 @@ def plan_starter(request: StarterRequest) -> Starter:
 
     Raises:
       InputMissing: if no file matches.
-      DataError: if the files contain no text.
+      DataError: if the files contain no text, or too little for the devices.
       ConfigError: if no such model fits the machine.
     """
     corpus = Corpus.find(request.data, request.text_key, "--data")
     parts.probe(corpus, "--data")
     size = text_size.text_bytes(corpus)
+    _check_size(request, size)
     minutes = request.minutes
     if minutes is None and request.parameters is None:
         minutes = MINUTES
@@ -121,6 +124,23 @@ def plan_starter(request: StarterRequest) -> Starter:
             fix="--params=10M\n--on=h100x8",
         )
     return best
+
+
+def _check_size(request: StarterRequest, size: int) -> None:
+    """Raise DataError if the text is too short for a row for each device, or to hold one out."""
+    devices = request.machine.devices
+    # Bytes, each a token: for the shortest run, and for one row in the held-out share.
+    of_steps = math.ceil(MIN_STEPS * MIN_SEQUENCE * devices / MAX_EPOCHS)
+    least = max(of_steps, math.ceil(MIN_SEQUENCE / HELD_OUT_SHARE))
+    if size >= least:
+        return
+    here = f"{devices} devices of {request.machine.name} are" if devices > 1 else "a run is"
+    raise DataError(
+        "the text is too short",
+        where=f"--data={','.join(request.data)}",
+        why=f"it has {size:,} bytes; {here} trained on {least:,} or more",
+        fix="name more files: --data is repeatable, and takes a folder or a glob",
+    )
 
 
 def _largest(request: StarterRequest, size: int, minutes: float | None) -> Starter | None:
@@ -169,9 +189,16 @@ def _sized(
     if tokens > GOOD_EPOCHS * text_tokens:
         settings["model.dropout"] = 0.1
     batch = 2 ** round(math.log2(min(max(tokens / STEPS, MIN_BATCH), MAX_BATCH)))
-    rows = max(batch // run.data.sequence, request.machine.devices)
+    # The least number of steps passes over the text at most `MAX_EPOCHS` times.
+    most = 2 ** math.floor(math.log2(MAX_EPOCHS * text_tokens / MIN_STEPS))
+    batch, sequence, devices = min(batch, most), run.data.sequence, request.machine.devices
+    held_out = HELD_OUT_SHARE * text_tokens / (1 if tokenizer == "bytes" else 2)  # an estimate
+    while sequence > MIN_SEQUENCE and (sequence * devices > most or sequence > held_out):
+        sequence //= 2
+    settings["data.sequence"] = settings["model.max_positions"] = sequence
+    rows = max(batch // sequence, devices)
     settings["train.batch"] = rows
-    settings["train.steps"] = max(MIN_STEPS, round(tokens / (rows * run.data.sequence)))
+    settings["train.steps"] = max(MIN_STEPS, round(tokens / (rows * sequence)))
     run = _loaded(settings)
     plan = _fitted(run, request.machine)
     if plan is None:
