@@ -101,11 +101,13 @@ def _prompts(typed: Sequence[str]) -> list[str]:
     try:
         read = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
+        from jaxlm.data.records import likely_encoding
+
         raise DataError(
             "standard input is not UTF-8",
             where=f"--prompt=-, byte {error.start}",
             why=f"0x{error.object[error.start]:02x}: {error.reason}",
-            fix="convert it before: iconv -f latin1 -t utf-8",
+            fix=f"convert it before: iconv -f {likely_encoding(error.object)} -t utf-8",
         ) from None
     return [read.removesuffix("\n") if each == "-" else each for each in typed]
 

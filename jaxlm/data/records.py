@@ -42,6 +42,15 @@ TABLES = {
     ".tsv": 'csv.DictReader(sys.stdin, delimiter="\\t")',
 }
 PROBED_START = 2**12  # bytes of a file that distinguish text from other files
+# Byte order marks with their encodings: the mark of UTF-32 begins with that of UTF-16.
+MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+NAMES = {"utf-32": "UTF-32", "utf-16": "UTF-16", "cp1252": "Windows-1252", "latin1": "Latin-1"}
+_CONTROLS_OF_LATIN1 = bytes(range(0x80, 0xA0))
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -321,7 +330,25 @@ def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
     """Return the error of a file that is not UTF-8, whose fix converts it and keeps the old one."""
     where = f"{name}, {unit} {error.start}"
     why = f"0x{error.object[error.start]:02x}: {error.reason}"
-    return DataError("a file is not UTF-8", where=where, why=why, fix=_from_latin1(Path(name)))
+    fix = _to_utf8(Path(name), likely_encoding(error.object))
+    return DataError("a file is not UTF-8", where=where, why=why, fix=fix)
+
+
+def likely_encoding(data: bytes) -> str:
+    """Return the name in `iconv` of the likely encoding of bytes that are not UTF-8.
+
+    Bytes from 0x80 to 0x9f are control characters in Latin-1, and quotes and dashes in cp1252.
+    """
+    for mark, encoding in MARKS:
+        if data.startswith(mark):
+            return encoding
+    if data.translate(None, _CONTROLS_OF_LATIN1) == data:
+        return "latin1"
+    try:
+        data.decode("cp1252")
+    except UnicodeDecodeError:  # five of these bytes are no character there
+        return "latin1"
+    return "cp1252"
 
 
 def _from_array(path: Path) -> str:
@@ -340,16 +367,16 @@ def _as_lines(path: Path, records: str) -> str:
     )
 
 
-def _from_latin1(path: Path) -> str:
+def _to_utf8(path: Path, encoding: str) -> str:
     """Return the command that converts a file to UTF-8; the old one gets a hidden name."""
-    hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
+    hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", encoding))
     file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
-    command = "iconv -f latin1 -t utf-8"
+    command = f"iconv -f {encoding} -t utf-8"
     if packer := formats.COMPRESSIONS.get(path.suffix):
         command = f"{packer} -dc {file} | {command} | {packer} > {new}"
     else:
         command = f"{command} {file} > {new}"
-    return f"{command} && mv {file} {old} && mv {new} {file}    # if it is Latin-1"
+    return f"{command} && mv {file} {old} && mv {new} {file}    # if it is {NAMES[encoding]}"
 
 
 def _limit(path: Path, unpacked: int = 0) -> int:

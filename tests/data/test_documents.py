@@ -15,7 +15,7 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
-from jaxlm.data.records import LeftOut, note_of_table
+from jaxlm.data.records import LeftOut, likely_encoding, note_of_table
 from jaxlm.data.text_digest import TextDigests
 
 
@@ -111,6 +111,38 @@ def test_a_file_that_is_not_utf8_is_mended_by_the_line_to_paste(tmp_path, name):
     assert (documents, counts) == ([*texts, "good"], {})
     unchanged = [path for path in tmp_path.iterdir() if path.read_bytes() == content]
     assert [path.name for path in unchanged] == [f".{name}.latin1"]
+
+
+QUOTES = "\u201cna\u00efve\u201d caf\u00e9 \u2014 d\u00e9j\u00e0 vu"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+@pytest.mark.parametrize(
+    ("encoding", "mark", "command"),
+    [
+        ("utf-16-le", b"\xff\xfe", "utf-16"),
+        ("utf-16-be", b"\xfe\xff", "utf-16"),
+        ("utf-32-le", b"\xff\xfe\0\0", "utf-32"),
+        ("cp1252", b"", "cp1252"),
+    ],
+)
+def test_the_line_to_paste_names_the_encoding_of_a_file(tmp_path, name, encoding, mark, command):
+    """It named Latin-1, which made NUL of UTF-16 and control characters of quotes."""
+    if not shutil.which("iconv"):
+        pytest.skip("there is no iconv")
+    text = json.dumps({"text": QUOTES}, ensure_ascii=False) + "\n" if "jsonl" in name else QUOTES
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(mark + text.encode(encoding)))
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        _read(tmp_path / name)
+    assert f"iconv -f {command} -t utf-8" in caught.value.fix
+    subprocess.run(["sh", "-c", caught.value.fix], check=True, cwd="/")
+    assert _read(tmp_path / name)[0] == [QUOTES]
+
+
+def test_bytes_without_a_character_in_cp1252_are_no_cp1252() -> None:
+    assert likely_encoding(b"\x93caf\xe9\x94") == "cp1252"
+    assert likely_encoding(b"\x81\x93caf\xe9") == "latin1"
 
 
 def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_to_use(
