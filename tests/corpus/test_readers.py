@@ -24,7 +24,7 @@ import pytest
 import zstandard
 
 from jaxlm.corpus.readers import streams
-from jaxlm.corpus.readers.encoding import decoded
+from jaxlm.corpus.readers.encoding import NotText, decoded
 from tests import machine
 from tests.corpus.recipes import RECIPE, kept, lines, prose, run, write_lines
 
@@ -277,6 +277,17 @@ WRITTEN = [  # text, as it was written, as what it is read
 def test_the_letters_of_a_language_identify_its_encoding(encoding, text, times):
     content = f"{text}\n" * times
     assert decoded(content.encode(encoding)) == (content, encoding)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"abc\0def\n", b"abc\0de\n", b"abcde  \0", b"\0abc", b"name\0caf\xc3\xa9\0", b"one two\0"],
+)
+@pytest.mark.parametrize("before", [b"", b" "])
+def test_text_with_nul_is_not_utf_16(piece, before):
+    """The letters between the NUL bytes were read as Chinese characters."""
+    with pytest.raises(NotText, match="control characters"):
+        decoded(before + piece * 500)
 
 
 def test_legacy_encodings_and_unmarked_utf_16_are_told_by_their_letters_and_counted(into, capsys):

@@ -45,6 +45,7 @@ PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
+MAX_HIGH_LETTERS = 0.25  # share of high halves of UTF-16, if the bytes are valid UTF-8 as well
 _FEW = 8  # letters outside ASCII; fewer do not identify an encoding
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")  # PEP 263
 _PIECE = 2**17
@@ -75,7 +76,7 @@ def decoded(data: bytes, declared: str = "") -> tuple[str, str]:
         return _guessed(data, declared, error.start)
     # JSON and text may contain a control character or two; binary files are full of them.
     if _share_of_controls(data) > 0.05:
-        if name := _unmarked(data):
+        if (name := _unmarked(data)) and not _has_letters_in_high_halves(data, name):
             return data.decode(name), name
         raise NotText("it is full of control characters")
     return text, "utf-8"
@@ -157,6 +158,16 @@ def _unmarked(data: bytes) -> str:
         if all(c in "\t\n\f\r\x1b" or unicodedata.category(c) not in _NO_TEXT for c in set(text)):
             candidates.append((text.count(" ") + text.count("\n"), name))
     return max(candidates)[1] if candidates else ""
+
+
+def _has_letters_in_high_halves(data: bytes, name: str) -> bool:
+    """Return whether bytes that are valid UTF-8 are text with NUL and not UTF-16.
+
+    In ASCII with NUL the high halves are letters. In UTF-16 that is also valid UTF-8 nearly all of
+    the high halves are below 0x20: the characters are below U+2000.
+    """
+    high = data[1::2] if name == "utf-16-le" else data[::2]
+    return len(high.translate(None, bytes(range(32)))) > MAX_HIGH_LETTERS * len(high)
 
 
 def _share_of_controls(data: bytes) -> float:
