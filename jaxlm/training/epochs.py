@@ -70,16 +70,22 @@ def explain(before: TrainConfig, after: TrainConfig, rows: int) -> str:
 
 
 def explain_end(train: TrainConfig, rows: int) -> str:
-    """Return a line about steps that end the run before `train.epochs` passes; "" if they do not.
+    """Return a line about steps that make fewer or more passes than `train.epochs`; else "".
 
-    Rows are counted at the full batch, also in a run whose batch grows.
+    Steps of the command line may make more. Rows are counted at the full batch, also in a run whose
+    batch grows.
     """
     if train.epochs is None:
         return ""
     needed = math.ceil(train.epochs * rows / train.batch)
-    if train.steps >= needed:
+    if train.steps == needed:
         return ""
     passes = train.steps * train.batch / rows
+    if train.steps > needed:
+        return (
+            f"train.steps = {train.steps} makes {passes:.2g} passes over {rows} rows, more than "
+            f"train.epochs = {train.epochs:g}: the command line sets it"
+        )
     return (
         f"train.steps = {train.steps} ends the run after {passes:.2g} of train.epochs = "
         f"{train.epochs:g} passes over {rows} rows; --config.train.steps={needed} makes all of them"

@@ -317,7 +317,8 @@ def test_a_line_that_is_fixed_keeps_its_other_words(words, capsys):
         ),
         (
             "train --config=quickstart mine/1.txt mine/2.txt --workdir=x",
-            "train --config=quickstart --config.data.train=mine/1.txt,mine/2.txt --workdir=x --json",
+            "train --config=quickstart --config.data.train=mine/1.txt,mine/2.txt --workdir=x "
+            "--json",
         ),
         (
             "average --workdir=runs/a runs/b --out=x",

@@ -69,3 +69,9 @@ def test_steps_that_end_before_the_passes_are_named_with_those_that_make_them():
     (steps,) = re.findall(r"--config.train.steps=(\d+)", line)
     assert explain_end(dataclasses.replace(TRAIN, steps=int(steps)), 10_000) == ""
     assert explain_end(dataclasses.replace(TRAIN, steps=int(steps) - 1), 10_000)
+
+
+def test_steps_of_the_command_line_that_make_more_passes_are_named():
+    line = explain_end(dataclasses.replace(TRAIN, steps=30, epochs=0.01), 9_000)
+    assert line.startswith("train.steps = 30 makes 0.053 passes over 9000 rows, more than ")
+    assert "train.epochs = 0.01" in line
