@@ -145,15 +145,19 @@ def test_bytes_without_a_character_in_cp1252_are_no_cp1252() -> None:
     assert likely_encoding(b"\x81\x93caf\xe9") == "latin1"
 
 
-def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_to_use(
+def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_share_or_the_key(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(_lines(["ok"] * 998) + b'{"id": "a7", "content": "words", "n": 3}\n')
     with pytest.raises(DataError) as caught:
         _read(path)
-    assert caught.value.fix == "--config.data.text_key=content"
+    assert caught.value.fix == "--config.data.max_dropped=0.01    # leaves such records out"
     assert caught.value.where == f"{path}, line 999"
+    path.write_bytes(b'{"id": "a7", "content": "words", "n": 3}\n')
+    with pytest.raises(DataError) as caught:
+        _read(path)
+    assert caught.value.fix == "--config.data.text_key=content"
     path.write_bytes(b'{"question": "1 + 1?", "answer": "2"}\n')
     with pytest.raises(DataError) as caught:
         _read(path)
