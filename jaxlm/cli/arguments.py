@@ -24,6 +24,7 @@ SHOWN = 4  # lines of a fix
 OTHER_ACTIONS = {"print": "show", "cat": "show", "get": "show", "ls": "list", "info": "inspect"}
 REPLACED = {"--prompt_lookup": "--draft=lookup"}  # former flags, and what does the same now
 SAVED_CONFIG = "the run uses the config that it was saved with"
+DATA_TRAIN = "--config.data.train="
 CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 ADAPTER = (
     "--adapter",
@@ -171,7 +172,6 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
     return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _example("--config"))
 
 
-DATA = "--config.data.train="
 PLACES = {"DIR", "FILE", "PLACE"}  # metavars of paths
 
 
@@ -381,7 +381,7 @@ class Parser(argparse.ArgumentParser):
             name = hub.guessed_name(word) if flag == "--from" else None
             repaired[word] = f"{flag}={name or word}"
         is_text = self.prog.endswith(" train") and word not in repaired and Path(word).exists()
-        if is_text and any(each.startswith(("--config=", DATA)) for each in line):
+        if is_text and any(each.startswith(("--config=", DATA_TRAIN)) for each in line):
             why = "the text is a setting of the config, here data.train"
             repaired |= _in_one_setting([each for each in words if Path(each).exists()], line)
         if line and word in repaired:
@@ -434,10 +434,10 @@ class Parser(argparse.ArgumentParser):
 
 def _in_one_setting(texts: Sequence[str], line: Sequence[str]) -> dict[str, str]:
     """Return the words of a line that change if one data.train names all texts; "" is removed."""
-    settings = [each for each in line if each.startswith(DATA)]
+    settings = [each for each in line if each.startswith(DATA_TRAIN)]
     first, *others = [*settings, *texts]
-    values = [each.removeprefix(DATA) for each in (first, *others)]
-    return {first: f"{DATA}{','.join(values)}"} | dict.fromkeys(others, "")
+    values = [each.removeprefix(DATA_TRAIN) for each in (first, *others)]
+    return {first: f"{DATA_TRAIN}{','.join(values)}"} | dict.fromkeys(others, "")
 
 
 class _Misfit(Exception):
@@ -474,6 +474,8 @@ class _Misfit(Exception):
     def _with_missing(self, words: Sequence[str]) -> str | None:
         """Return the typed line with the flags that it lacks, each as an example has it."""
         missing = self.message.partition("the following arguments are required: ")[2]
+        if missing == "--out" and (line := self._with_place(words)):
+            return line
         flags = []
         for name in missing.split(", ") if missing else ():
             value = r"(?![A-Z]+\b)\S+"  # no placeholder
@@ -481,15 +483,17 @@ class _Misfit(Exception):
             if (example := re.search(line, self.examples, re.MULTILINE)) is None:
                 return None
             flags.append(example[1])
+        return " ".join([self.prog.partition(" ")[0], shlex.join(words), *flags]) if flags else None
+
+    def _with_place(self, words: Sequence[str]) -> str | None:
+        """Return the typed line of a run whose only word without a flag is the value of --out."""
         program, *verb = self.prog.split()
         places = [each for each in words[len(verb) :] if not each.startswith("-")]
         has_run = any(each.startswith("--workdir=") for each in words)
-        if missing == "--out" and has_run and len(places) == 1 and not is_run(places[0]):
-            flags = []  # its value follows without it
-            words = [f"--out={each}" if each == places[0] else each for each in words]
-        elif not flags:
+        if not has_run or len(places) != 1 or is_run(places[0]):
             return None
-        return " ".join([program, shlex.join(words), *flags])
+        typed = [f"--out={each}" if each == places[0] else each for each in words]
+        return shlex.join([program, *typed])
 
     def _error(self, fix: str) -> CommandError:
         what, why = self.message.removeprefix("argument "), "the command line does not fit the verb"

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from jaxlm.core.errors import JaxlmError, with_free_run
+from jaxlm.cli.arguments import free_workdir
+from jaxlm.core.errors import ANOTHER, JaxlmError
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
 
@@ -41,7 +42,8 @@ class Output:
 
     def error(self, error: JaxlmError) -> None:
         """Print an error on stderr; under `--json` also as an object on stdout."""
-        error.fix = with_free_run(error.fix)
+        if ANOTHER in error.fix:
+            error.fix = error.fix.replace(ANOTHER, free_workdir("another"))
         for line in error.every:
             write(sys.stderr, line)
         first, *rest = str(error).split("\n")

@@ -15,11 +15,9 @@ Example:
 
 import errno
 import functools
-import itertools
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxlm.core.quoting import safe
@@ -120,15 +118,6 @@ def installs(extra: str) -> str:
 
 
 ANOTHER = "--workdir=runs/another"  # begins another run
-
-
-def with_free_run(fix: str) -> str:
-    """Return a fix whose other run has a directory that does not exist yet."""
-    if ANOTHER not in fix:
-        return fix
-    names = itertools.chain([ANOTHER], (f"{ANOTHER}-{number}" for number in itertools.count(2)))
-    is_free = (each for each in names if not Path(each.partition("=")[2]).exists())
-    return fix.replace(ANOTHER, next(is_free))
 
 
 def cannot_write(what: str, place: object, error: OSError, *, fix: str = ANOTHER) -> NotWritable:

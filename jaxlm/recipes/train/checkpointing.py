@@ -361,7 +361,7 @@ def restored_state(
         return store.restore_part(step, name, getattr(stored, name))
 
     params, guard, averaged = part("params"), part("guard"), None
-    if guard.spikes is None:
+    if guard.spikes is None:  # copies: the step donates each array of the state
         guard = guard._replace(spikes=guard.skipped + 0, shift=guard.in_a_row + 0)
     if target.average is not None:
         averaged = part("average") if has_average else average.init(params)
