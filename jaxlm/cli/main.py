@@ -146,7 +146,7 @@ def _format_warning(
 
 def dispatch(words: list[str], out: Output) -> int:
     """Run the verb of a command line."""
-    if not words or words[0] in ("--help", "-h", "help"):
+    if not words or words[0] in ("--help", "-h") or words == ["help"]:
         print(usage())
         return 0 if words else 2
     if words[0] == "--version":
@@ -155,6 +155,8 @@ def dispatch(words: list[str], out: Output) -> int:
         print(f"jaxlm {metadata.version('jaxlm')}")
         return 0
     name, *rest = words
+    if name == "help":
+        name, *rest = words = [*rest, "--help"]
     if name not in VERBS:
         raise _unknown_verb(words)
     verb = VERBS[name]

@@ -57,9 +57,14 @@ def is_intel() -> bool:
     return INTEL in _words(CPUINFO)
 
 
-def has_narrow_vectors() -> bool:
-    """Return whether this CPU has AVX2 without AVX-512, by Linux's CPU flags; false elsewhere."""
-    return AVX512 not in _words(CPUINFO) and AVX2 in _words(CPUINFO)
+def has_vectors() -> bool:
+    """Return whether this CPU has AVX2, by Linux's CPU flags; false on other systems."""
+    return AVX2 in _words(CPUINFO)
+
+
+def has_wide_vectors() -> bool:
+    """Return whether this CPU has AVX-512, by Linux's CPU flags; false on other systems."""
+    return AVX512 in _words(CPUINFO)
 
 
 @functools.cache  # called for every weight; slow on machines with many cores

@@ -9,7 +9,7 @@ from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
-from jaxlm.monitor import formatting
+from jaxlm.monitor import formatting, sinks
 from jaxlm.monitor.sinks import AppendFile, NullSink, Record, Sink
 
 HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
@@ -189,7 +189,7 @@ class Console(contextlib.AbstractContextManager["Console"]):
 
     def _is_best(self, record: Record) -> bool:
         """Return True for the lowest loss of a set so far, and remember it."""
-        loss, split = record.get("loss_nats"), record["split"]
+        loss, split = sinks.ranking_loss(record), record["split"]
         if loss is None or not loss < self._best.get(split, float("inf")):
             return False
         self._best[split] = loss

@@ -172,7 +172,10 @@ def best_evaluation(config: Any, records: Sequence[Record]) -> Record | None:
     follow = section.get("follow") if isinstance(section, dict) else None
     splits = [record["split"] for record in scored]
     ranking = follow if follow in splits else splits[0]
-    return min((r for r in scored if r["split"] == ranking), key=lambda r: r["loss_nats"])
+    return min(
+        (r for r in scored if r["split"] == ranking),
+        key=lambda r: r.get("ranking_loss_nats", r["loss_nats"]),
+    )
 
 
 def _coders(run: Path) -> dict[str, float]:

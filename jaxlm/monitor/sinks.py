@@ -168,6 +168,16 @@ def plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
+def ranking_loss(record: Record) -> float | None:
+    """Return the loss in nats of an evaluation that others are compared with, None without one.
+
+    That is of as many batches as theirs, also at the end of a run, whose `loss_nats` is of a whole
+    set.
+    """
+    loss: float | None = record.get("ranking_loss_nats", record.get("loss_nats"))
+    return loss if is_number(loss) else None
+
+
 def is_number(value: Any) -> bool:
     """Return True for a number to calculate with; JSON can hold larger ones."""
     return isinstance(value, int | float) and abs(value) < 1e300

@@ -12,7 +12,8 @@ from jaxlm.core import backend
 Side = Literal[0, 1]  # the axis of a weight that is contracted with the activations
 FIRST = (jnp.float32, jnp.bfloat16, jnp.int8)  # dtypes that a weight as first factor pays for
 FEW_ROWS = 128  # from 256 rows on the order of the factors does not matter
-FEW_ROWS_WITHOUT_AMX = 32  # of float32, with AVX-512
+FEW_ROWS_OF_INTEL = 32  # of float32, without AMX
+MOST_ROWS_OF_AMD = 8  # of bfloat16 and int8, with AVX-512
 NARROW_INTS = 8  # fewest rows of int8 that a weight as first factor pays for without AVX-512
 
 
@@ -55,11 +56,9 @@ def is_one_cpu() -> bool:
 def decode_side() -> Side:
     """Return the axis of inputs in the layout that this CPU multiplies a few rows with fastest.
 
-    On an Intel, and on a CPU with AVX2 without AVX-512, that is [O, I], side 1, see `dot_rows`. On
-    other CPUs it is [I, O]: on an AMD with AVX-512 two thirds of the time of [O, I] after the rows
-    in float32, the same in bfloat16 (jax 0.10.2 and 0.12).
+    On a CPU with AVX2 that is [O, I], side 1, see `dot_rows`. Others keep [I, O], unmeasured.
     """
-    return 1 if backend.is_intel() or backend.has_narrow_vectors() else 0
+    return 1 if backend.has_vectors() else 0
 
 
 def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
@@ -74,11 +73,9 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
     In a decode pass only of the rows in use, see `of_used_rows`.
 
     XLA for CPU copies the second factor into tiles in each call. So a weight [O, I] is the first
-    one, if there are few rows. On an Intel with AMX that takes 0.4 to 0.9 of the time of [I, O] (2
-    to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8). On other CPUs it takes 0.2 to 0.9
-    in float32, up to 32 rows with AVX-512 and 128 without, and [O, I] after the rows takes 0.4 to
-    1.0 in int8 and bfloat16 (jax 0.10 and 0.12). With AVX2 alone eight rows of int8 are the second
-    factor too.
+    one where that is faster, see `_is_weight_first`: on an Intel with AMX in 0.4 to 0.9 of the time
+    of [I, O] (2 to 128 rows, 768 to 2,048 inputs, float32, bfloat16 and int8), on other CPUs in 0.2
+    to 0.9 in float32. Elsewhere [O, I] after the rows takes 0.4 to 1.2 (jax 0.10 and 0.12).
 
     One row is duplicated: XLA's loop for one takes seven times as long as two, but for float32.
     """
@@ -88,14 +85,15 @@ def dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype) -> Array:
 def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype, rows: int) -> Array:
     count = len(x)
     is_by_output = side == 1 == decode_side() and is_one_cpu()
-    least = _least_rows(rows, is_by_output) if x.dtype == jnp.float32 else 2
+    is_first = is_by_output and _is_weight_first(x, weight, rows)
+    least = _least_rows(x.dtype, rows, is_by_output, is_first)
     if count < least and is_one_cpu():
         x = jnp.pad(x, ((0, least - count), (0, 0)))
     if is_by_output and len(x) <= FEW_ROWS:
         # XLA would merge transposes of the weight and of the result into the product, and swap the
         # factors.
         weight = lax.optimization_barrier(weight)
-        factors = (weight, x) if (is_first := _is_weight_first(x)) else (x, weight)
+        factors = (weight, x) if is_first else (x, weight)
         out = lax.dot_general(*factors, (((1,), (1,)), ((), ())), preferred_element_type=sums)
         out = lax.optimization_barrier(out)
         out = out.T if is_first else out
@@ -104,21 +102,37 @@ def _dot_rows(x: Array, weight: Array, side: Side, sums: jnp.dtype, rows: int) -
     return out[:count]
 
 
-def _least_rows(rows: int, is_by_output: bool) -> int:
-    """Return the fewest rows of float32 that have the bits that they have among all `rows`.
+def _is_weight_first(x: Array, weight: Array, rows: int) -> bool:
+    """Return whether a weight [O, I] is the first factor of its product with x, of all `rows`.
 
-    As the second factor 2 rows have other bits than 4 to 16, whose sums are in one order; without
-    AVX-512 those of 2 to 5 rows are in one, and those of 6 to 8. In bfloat16 and int8 those of 2 to
-    64 rows are (jax 0.10 and 0.12).
+    On an AMD with AVX-512 a pass of 8 rows takes 0.8 to 0.9 of the time of [I, O] by this rule (jax
+    0.12). A weight of more outputs than inputs would take up to 3.5 times as long in int8.
     """
+    if backend.AMX in backend.cpu_units():
+        return rows <= FEW_ROWS and x.dtype in FIRST
+    if not backend.has_wide_vectors():
+        is_paid = x.dtype == jnp.float32 or (x.dtype == jnp.int8 and len(x) >= NARROW_INTS)
+        return rows <= FEW_ROWS and is_paid
+    if backend.is_intel():
+        return rows <= FEW_ROWS_OF_INTEL and x.dtype == jnp.float32
+    if x.dtype == jnp.float32:
+        return rows <= FEW_ROWS
+    outputs, inputs = weight.shape
+    return rows <= MOST_ROWS_OF_AMD and inputs > outputs
+
+
+def _least_rows(dtype: jnp.dtype, rows: int, is_by_output: bool, is_first: bool) -> int:
+    """Return the fewest rows that have the bits that they have among all `rows`.
+
+    Sums of int8 are exact, and those of 2 to 64 rows of bfloat16 are in one order. The order of
+    float32 depends on the rows if the weight is the first factor. It is one for 4 to 16 rows on an
+    Intel, for 6 to 8 without AVX-512, and on an AMD with AVX-512 for 6 to 8, 9 to 16 and further
+    ranges above (jax 0.10 and 0.12).
+    """
+    if dtype != jnp.float32:
+        return 2
     if not is_by_output:
         return 1
-    return min(8, rows) if backend.has_narrow_vectors() else 4  # 4 rows take the time of one
-
-
-def _is_weight_first(x: Array) -> bool:
-    if backend.AMX in backend.cpu_units():
-        return x.dtype in FIRST
-    if backend.has_narrow_vectors():
-        return x.dtype == jnp.float32 or (x.dtype == jnp.int8 and len(x) >= NARROW_INTS)
-    return x.dtype == jnp.float32 and len(x) <= FEW_ROWS_WITHOUT_AMX
+    if not backend.has_wide_vectors():
+        return min(8, rows)
+    return rows if is_first and not backend.is_intel() else 4  # 4 rows take the time of one

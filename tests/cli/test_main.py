@@ -65,6 +65,16 @@ def test_help_names_every_verb_and_imports_nothing_heavy():
         assert known.help in done.stdout
 
 
+@pytest.mark.parametrize("name", ["runs", ""])
+def test_help_before_a_verb_is_the_help_of_that_verb(name, capsys):
+    texts = []
+    for words in (["help", name], [name, "--help"]):
+        assert main([word for word in words if word]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert name in texts[0]
+
+
 def test_every_module_of_the_room_is_a_verb():
     modules = {f"jaxlm.cli.{each.name}" for each in pkgutil.iter_modules(jaxlm.cli.__path__)}
     shared = {f"jaxlm.cli.{name}" for name in ("main", "output", "arguments", "bars", "init_from")}

@@ -104,7 +104,14 @@ def greedy(blueprint, params, prompt, count, known=0):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "words", [(backend.INTEL, backend.AMX), (backend.INTEL,), (backend.AVX2,), ()]
+    "words",
+    [
+        (backend.AVX2, backend.AVX512, backend.INTEL, backend.AMX),
+        (backend.AVX2, backend.AVX512, backend.INTEL),
+        (backend.AVX2, backend.AVX512),
+        (backend.AVX2,),
+        (),
+    ],
 )
 def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, words, tmp_path, monkeypatch):
     """In any layout of the weights, and with either factor of a product first."""

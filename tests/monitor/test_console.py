@@ -101,6 +101,12 @@ def test_a_resumed_run_knows_its_best_evaluation():
     assert "best" not in screen.getvalue()
 
 
+def test_the_best_evaluation_is_that_of_as_many_batches_as_the_others():
+    last = VAL | {"step": 20, "loss_nats": VAL["loss_nats"] - 0.1}
+    rows = lines(VAL, last | {"ranking_loss_nats": VAL["loss_nats"] + 0.1})
+    assert ["best" in row for row in rows[-2:]] == [True, False]
+
+
 def test_a_screen_gets_the_brief_header_and_the_log_all_of_it():
     screens, log = [io.StringIO(), io.StringIO()], io.StringIO()
     for screen in screens:

@@ -102,7 +102,8 @@ def read(path: Path) -> RunSummary:
     speeds = [each["tokens_per_second"] for each in train if each.get("tokens_per_second")]
     ranking = ranking_split(config, records)
     # Step 0, before the first update, ranks no checkpoint.
-    scores = [loss for step, loss in values(records, ranking, "loss_nats") if step]
+    ranked = [record | {"loss_nats": sinks.ranking_loss(record)} for record in records]
+    scores = [loss for step, loss in values(ranked, ranking, "loss_nats") if step]
     times = [each["time_unix"] for each in (*records[-1:], end) if each.get("time_unix")]
     steps = config.get("train", {}).get("steps")
     step = max((each["step"] for each in records), default=None)

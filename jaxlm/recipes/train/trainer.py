@@ -463,8 +463,9 @@ class Evaluator:
 
         Figures of all sets are recorded, those of the average as SET.ema or SET.swa. At the start
         and the end of the run they are of whole sets, else of `eval.batches`. The ranking loss is
-        always of `eval.batches`. `judge` is the function (step, loss) -> further fields of the
-        ranking set's record.
+        always of `eval.batches`; where the recorded loss is not, it is recorded as
+        `ranking_loss_nats`. `judge` is the function (step, loss) -> further fields of the ranking
+        set's record.
         """
         run, programs = self._programs.run, self._programs
         partial = run.evaluated_batches
@@ -473,6 +474,10 @@ class Evaluator:
         results = ranked = programs.evaluate(state.params, limit=limit)
         if limit != partial and step and not programs.evaluates_all(self.ranking_set):
             ranked = programs.evaluate(state.params, limit=partial)
+            ranking_loss = ranked[self.ranking_set]["loss_nats"]
+            results[self.ranking_set] = results[self.ranking_set] | {
+                "ranking_loss_nats": ranking_loss
+            }
         average = run.average
         if not isinstance(average, NoAverage) and step >= first_averaged_update(
             average, run.train.steps, run.pace

@@ -52,8 +52,12 @@ def test_each_run_is_listed_with_its_state_and_its_results(folder, capsys):
     assert set(runs) == {str(folder / name) for name in names}
     whole, stopped, wild = (runs[str(folder / name)] for name in names)
     assert (whole["status"], whole["code"], whole["step"], whole["steps"]) == ("finished", 0, 4, 4)
-    scores = [r["loss_nats"] for r in harness.records(folder / "whole") if r["split"] == "val"]
-    assert whole["best"] == min(scores)
+    assert whole["best"] == harness.store(folder / "whole").record(4).meta["progress"]["best_loss"]
+    evaluations = [r for r in harness.records(folder / "whole") if r["split"] == "val"]
+    first, last = (each for each in evaluations if each["step"])
+    assert "ranking_loss_nats" not in first, "its loss is that of two batches"
+    assert last["ranking_loss_nats"] != last["loss_nats"], "its loss is that of the whole set"
+    assert whole["best"] == min(first["loss_nats"], last["ranking_loss_nats"])
     assert whole["tokens_per_second"] > 0
     assert abs(whole["time_unix"] - time.time()) < 3600
     assert (stopped["status"], stopped["step"], stopped["steps"]) == ("stopped", 2, 4)
