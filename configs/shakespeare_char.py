@@ -15,18 +15,10 @@ Hardware: one CPU core. Minutes: about 5. Expected validation loss: 1.80 nats; n
 import ml_collections
 
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError
 from jaxlm.recipes.config import Run
 
 
-def get_config(path: str = "") -> ml_collections.ConfigDict:
-    if not path:
-        raise ConfigError(
-            "the text to learn is not named",
-            where="configs/shakespeare_char.py",
-            why="its path is the config's argument",
-            fix="--config=shakespeare_char:input.txt",
-        )
+def get_config(path: str = "input.txt") -> ml_collections.ConfigDict:
     c = config.new(Run)
     c.data.train = (path,)
     c.data.validation = ("tail:10%",)

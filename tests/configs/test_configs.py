@@ -13,7 +13,6 @@ import jax
 import pytest
 
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError
 from jaxlm.models.cost import model_cost
 from jaxlm.parallel.config import factorizations
 from jaxlm.recipes import setup
@@ -126,10 +125,10 @@ def test_the_layers_of_a_small_config_are_no_loop_on_a_cpu(name):
     assert loops("auto") == loops("unroll") < loops("scan")
 
 
-def test_the_shakespeare_config_asks_for_its_text():
-    with pytest.raises(ConfigError, match="not named") as caught:
-        config.load(Run, str(ROOT / "configs/shakespeare_char.py"))
-    assert "--config=shakespeare_char:input.txt" in caught.value.fix
+@pytest.mark.parametrize("setting", [[], [("data.train", "my.txt")]])
+def test_the_shakespeare_config_takes_its_text_as_any_setting(setting):
+    run = config.load(Run, str(ROOT / "configs/shakespeare_char.py"), setting).value
+    assert run.data.train == (("my.txt",) if setting else ("input.txt",))
 
 
 @pytest.mark.parametrize(
