@@ -104,7 +104,8 @@ def run(args: Any, out: Output) -> int:
             error.fix = _with_config(error.fix, workdir)
         raise
     metrics = result.metrics
-    loss = f", {metrics['loss_nats']:.4f} nats" if "loss_nats" in metrics else ""
+    nats = metrics.get("loss_nats")
+    loss = "" if nats is None else f", {nats:.4f} nats"
     if "reward" in metrics:
         loss = f", reward {metrics['reward']:.4f}"
     state = "complete" if result.complete else "stopped"

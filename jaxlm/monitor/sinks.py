@@ -156,11 +156,19 @@ def numbers(record: Record) -> dict[str, float]:
 def line(record: Record) -> str:
     """Return a record as a line of strict JSON."""
     values = {name: plain(value) for name, value in record.items()}
-    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    if bad:
-        values = {k: None if k in bad else v for k, v in values.items()} | {"not_finite": bad}
+    known = finite(values)
+    if bad := {name: str(value) for name, value in values.items() if value is not known[name]}:
+        values = known | {"not_finite": bad}
     text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     return CONTROLS.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
+
+
+def finite(record: Record) -> dict[str, Any]:
+    """Return a record with None in place of numbers that JSON does not have."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -88,8 +89,8 @@ class Progress:
     divergence: dict[str, Any] | None = None  # verdict on a loss that is too high
 
     def note(self, loss: float, step: int) -> bool:
-        """Count an evaluation, and return whether its loss is the lowest so far."""
-        if self.best_loss is not None and loss >= self.best_loss:
+        """Count an evaluation, and return whether its loss is finite and the lowest so far."""
+        if not loss < (math.inf if self.best_loss is None else self.best_loss):
             self.evaluations_without_gain += 1
             return False
         self.best_loss, self.best_step, self.evaluations_without_gain = loss, step, 0

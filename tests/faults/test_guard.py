@@ -147,6 +147,23 @@ def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
     assert not moved(run, 26, newest)
 
 
+def test_a_run_whose_evaluations_are_not_finite_saves_its_finite_state(config, tmp_path, capsys):
+    """The first update makes the parameters so large that later losses are NaN."""
+    flags = ("--config.train.steps=4", "--config.optim.lr=1e15", "--config.eval.every=1")
+    words = harness.words(config, tmp_path / "run", *flags)
+    assert main(words) == 0
+    store = harness.store(tmp_path / "run")
+    last = store.record(store.steps()[-1])
+    assert last.step == 4
+    assert (last.loss_nats, store.best()) == (None, None)
+    assert last.meta["progress"]["best_loss"] is None
+    assert last.meta["progress"]["evaluations_without_gain"] == 4
+    assert last.meta["evaluation"]["loss_nats"] is None
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "already complete at step 4" in capsys.readouterr().out
+
+
 @pytest.fixture(scope="module")
 def rewound(config, tmp_path_factory):
     """A run that was rewound once, around a bad stretch of data."""

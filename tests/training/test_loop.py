@@ -145,6 +145,14 @@ def test_patience_stops_early_and_saves():
     assert [step for _, step, _ in story.named("save")] == [3]
 
 
+def test_an_evaluation_that_is_not_finite_is_never_the_best_and_spends_patience():
+    nan = float("nan")
+    story = Story(losses={1: nan, 2: 1.0, 3: nan, 4: nan, 5: 0.1})
+    assert story.train(steps=9, eval=lambda step: True, patience=2, keep_best=True) == 4
+    assert (story.progress.best_step, story.progress.best_loss) == (2, 1.0)
+    assert [step for _, step, _ in story.named("save")] == [2, 4]
+
+
 def test_a_step_that_was_not_applied_is_told_and_the_run_goes_on():
     story = Story(bad_steps=(3, 4))
     story.train(steps=9)

@@ -14,7 +14,7 @@ from jaxlm.core import config, faults, tree
 from jaxlm.core.errors import ANOTHER, DataError, Diverged, NotWritable, SaveFailed
 from jaxlm.data import loader
 from jaxlm.models.heads import ADDED_HEADS
-from jaxlm.monitor import formatting
+from jaxlm.monitor import formatting, sinks
 from jaxlm.optim import average
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.api import ResumeOptions, RunContext
@@ -220,13 +220,14 @@ class CheckpointSaver:
         self.wait()
         self._newest, self.is_retry_due = request, False
         last, budget = request.progress.last_skipped, self._context.run.guard.budget
+        loss = request.loss_nats
         try:
             self._is_in_flight = True
             self._store.save(
                 step,
                 state,
                 self._meta(request),
-                loss_nats=request.loss_nats,
+                loss_nats=None if loss is None or not math.isfinite(loss) else loss,
                 healthy=last is None or step - last > budget,
             )
         except SaveFailed as error:  # it could not begin
@@ -278,7 +279,7 @@ class CheckpointSaver:
             "config": config.to_json(run),
             "data": self._programs.data.fingerprint,
             "progress": dataclasses.asdict(progress),
-            "evaluation": request.evaluation,
+            "evaluation": request.evaluation and sinks.finite(request.evaluation),
             "rewinds": self._context.rewinds.as_json(),
             "control": self._control.as_json(request.step),
         }
