@@ -123,9 +123,9 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
     partial = options.out.with_name(f"{options.out.name}.partial")
     with output_folder(partial):
         try:
-            pass_ = _Pass(run, source, facts, partial, say)
+            pass_ = _Pass(run, source, facts, loaders, partial, say)
             pass_.check_space(shards)
-            pass_.read(loaders, shards)
+            pass_.read(shards)
             sets = {name: pass_.writers[name].finish() for name in sorted(shards)}
             teacher.write_facts(partial, facts, sets)
             faults.point("teach.finish")
@@ -197,14 +197,25 @@ def _of_another_pass(folder: Path, why: str) -> ConfigError:
 class _Pass:
     """One forward pass of the teacher over the training rows."""
 
-    def __init__(self, run: Run, source: InitSource, facts: Facts, folder: Path, say: Log):
-        self._run, self._source, self._facts = run, source, facts
+    def __init__(
+        self,
+        run: Run,
+        source: InitSource,
+        facts: Facts,
+        loaders: tuple[Loader, ...],
+        folder: Path,
+        say: Log,
+    ):
+        self._run, self._source, self._facts, self._loaders = run, source, facts, loaders
         self._folder, self._say = folder, say
+        self._data = [teacher.key(loader.shards) for loader in loaders]
         self.writers: dict[str, RowWriter] = {}
         self._done: dict[str, int] = {}  # finished batches of each loader
         if (folder / PROGRESS).is_file():
             record = json.loads((folder / PROGRESS).read_text())
             _check_same(record["facts"], facts, folder)
+            if record.get("data") != self._data:
+                raise _of_another_pass(folder, "it was begun on other text, or in another order")
             self._done = record["done"]
             say(f"continuing {folder}")
         else:
@@ -227,16 +238,16 @@ class _Pass:
                 fix="choose an --out folder on a disk with free space\nchoose a smaller --top",
             )
 
-    def read(self, loaders: tuple[Loader, ...], shards: dict[str, TokenShards]) -> None:
+    def read(self, shards: dict[str, TokenShards]) -> None:
         """Write the rows of all loaders that are not written yet."""
         for name, part in shards.items():
             self.writers[name] = RowWriter(self._folder / name, part, self._facts.dtype)
         mesh = setup.build_mesh_for(self._run)
         progress = formatting.ProgressLines(self._say, shown=formatting.count)
         with jax.set_mesh(mesh):
-            step, total = None, sum(loader.plan.rows for loader in loaders)
+            step, total = None, sum(loader.plan.rows for loader in self._loaders)
             size, saved, before = setup.pass_rows(self._run, mesh), time.monotonic(), 0
-            for number, loader in enumerate(loaders):
+            for number, loader in enumerate(self._loaders):
                 done, count = self._done.get(str(number), 0), -(-loader.plan.rows // size)
                 batches = itertools.islice(loader.evaluation(batch=size), done, None)
                 for index, batch in enumerate(batches, done):
@@ -297,5 +308,6 @@ class _Pass:
         """Record the finished batches, after their rows are on the disk."""
         for writer in self.writers.values():
             writer.sync()
-        record = {"facts": dataclasses.asdict(self._facts), "done": self._done}
+        facts = dataclasses.asdict(self._facts)
+        record = {"facts": facts, "data": self._data, "done": self._done}
         disk.replace(self._folder / PROGRESS, json.dumps(record).encode())

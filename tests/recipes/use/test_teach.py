@@ -545,6 +545,28 @@ def test_a_pass_is_not_continued_with_another_teacher(
 
 
 @pytest.mark.few(1)
+def test_a_pass_is_not_continued_on_other_text(config, runs, tmp_path, capsys, monkeypatch):
+    """Finished batches are counted by loader: rows of another text would never be written."""
+    texts = re.search(r'\("(.*)/\*\.txt"', Path(config).read_text())[1]
+    words = teaching(config, runs / "teacher", tmp_path / "stored", f"--top={ALL}")
+
+    def killed(folder, facts, sets):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored_teacher, "write_facts", killed)
+        with pytest.raises(Killed):
+            main(words)
+    before = contents(tmp_path / "stored.partial")
+    capsys.readouterr()
+    assert main([*words, f"--config.data.train={texts}/0[0-3]*.txt"]) == 2
+    assert "begun on other text" in capsys.readouterr().err
+    assert contents(tmp_path / "stored.partial") == before
+    assert main(words) == 0
+    assert contents(tmp_path / "stored") == contents(runs / "stored")
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "text"),
     [(["--top=0"], "--top=64"), (["--top=100000"], "--top=64")],
