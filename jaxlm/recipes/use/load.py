@@ -53,6 +53,7 @@ class LoadedRun:
     params: Any
     tokenizer: Tokenizer
     is_trained: bool = True  # False for a published size, whose `workdir` is its name
+    weights: Weights = "raw"  # the parameters are those of the step, or their average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,7 +497,7 @@ def load_run(
                 params = decoded(params)
             run, adapted = map(_merged, (run, adapted))
             model = setup.build_sharded_model(adapted, vocab, mesh)
-    return LoadedRun(workdir, run, chosen, model, params, encoder)
+    return LoadedRun(workdir, run, chosen, model, params, encoder, weights=weights)
 
 
 def _merged(run: Run) -> Run:

@@ -268,7 +268,7 @@ def _calibrated(
         layers=layers,
         method=options.method,
         batches=batches,
-        facts=facts | {"ids": ids.hexdigest(), "run": digest},
+        facts=facts | {"ids": ids.hexdigest(), "run": digest, "weights": opened.weights},
         folder=_unfinished(options),
         nearest=_nearest_command(options),
         say=say,

@@ -306,6 +306,31 @@ def test_on_a_full_disk_nothing_is_a_run_and_the_command_continues(
     assert list(out.glob("evals/one.*/results.json"))
 
 
+@pytest.mark.slow
+def test_layers_of_other_weights_are_not_taken_over(tmp_path, capsys, monkeypatch):
+    """The layers of a search that wrote no run are kept, and the average has others."""
+    settings = SETTINGS | {"average.name": "ema", "average.decay": 0.5}
+    config = harness.write_config(tmp_path, settings)
+    run = harness.trained(config, tmp_path / "run")
+
+    def quantized(name, *flags):
+        words = ["quantize", f"--workdir={run}", f"--out={tmp_path / name}", "--scheme=int4"]
+        words += ["--method=gptq", "--block=16", "--calibration=train", "--calibration_tokens=256"]
+        return call(capsys, *words, *flags)[0]
+
+    def refused(*_):
+        raise QualityLost("too much", where="", why="", fix="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "_check", refused)
+        assert quantized("one") == 1
+    average = "--weights=ema", "--allow=loss:50%"
+    assert quantized("one", *average) == quantized("other", *average) == 0
+    one, other = (harness.store(tmp_path / name).arrays(0) for name in ("one", "other"))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(leaf, other[path]) for path, leaf in one.items())
+
+
 def test_codes_teach_and_the_rows_have_their_loss(run, codes, tmp_path, capsys):
     texts = Path(json.loads((run / "config.json").read_text())["data"]["train"][0]).parent
     text, other = sorted(texts.glob("*.txt"))[:2]
