@@ -23,6 +23,9 @@ from jaxlm.training.lock import Lock
 
 COMMAND = "command.sh"
 IMPORTED = "imported.json"  # in a run directory with imported weights
+# The history: each start of a run is kept for good. A step is replayed under the start that made
+# it; the newest start is not enough for that, and checkpoints are removed.
+STARTS_FILE = "starts.jsonl"
 OF_A_RUN = ("config.json", "lock", "exit.json", "checkpoints", COMMAND)
 REPORT_SECONDS = 5.0  # timeout: a scheduler that stopped the run may kill it soon
 REFUSALS = {ConfigError.code, InputMissing.code}  # exit codes of a refused command

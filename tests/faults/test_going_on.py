@@ -12,6 +12,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
 from jaxlm.optim import adam_8bit, moments
 from jaxlm.recipes.train import resume
+from jaxlm.training.rundir import STARTS_FILE
 from tests.faults import harness
 
 BLOCKS = moments.blocks
@@ -48,7 +49,7 @@ def test_f3_safe_fields_go_on_and_are_said(config, run):
 
 
 def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_its_own(config, run):
-    path = run / resume.STARTS_FILE
+    path = run / STARTS_FILE
     (first,) = resume.read_starts(run)
     assert first.versions["package jax"] == importlib.metadata.version("jax")
     older = dataclasses.asdict(first)
@@ -63,7 +64,7 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
     assert harness.exit_of(run)["cause"] == "stopped after step 7, as --stop_at requires"
     path.write_text("{}\n")
     assert main([*harness.words(config, run), "--stop_at=8"]) == 0
-    assert resume.STARTS_FILE in (run / "warnings.jsonl").read_text()
+    assert STARTS_FILE in (run / "warnings.jsonl").read_text()
 
 
 @pytest.mark.slow

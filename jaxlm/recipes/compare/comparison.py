@@ -18,7 +18,7 @@ from jaxlm.monitor import report, sinks
 from jaxlm.objectives.config import Causal, Objective
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.compare.summary import RunSummary
-from jaxlm.training.rundir import imported_facts
+from jaxlm.training.rundir import STARTS_FILE, imported_facts
 
 if TYPE_CHECKING:
     from jaxlm.recipes.compare.tasks import TaskComparison
@@ -28,6 +28,8 @@ UNITS = ("nats", "bits per byte")
 AXES = ("steps", "tokens", "seconds")
 AS_CAUSAL = {each.name for each in get_args(Objective) if each.evaluated_as_causal}
 SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses that compare
+TEXT = ("tokenizer", "template", "train", "validation")  # parts of a fingerprint that have digests
+STARTS: sinks.Shape = {"data": lambda value: isinstance(value, dict)}
 COLUMNS = 5  # amounts of an axis in a table of losses
 
 
@@ -149,6 +151,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
             )
     runs = dict(zip(_names(paths), map(summary.read, paths), strict=True))
     differences = _differences(runs)
+    texts = {name: _text(run.path) for name, run in runs.items()}
     splits = {
         name: summary.ranking_split(run.config, run.records) or "train"
         for name, run in runs.items()
@@ -171,11 +174,15 @@ def compare(paths: Sequence[Path]) -> Comparison:
     return Comparison(
         runs=runs,
         differences=differences,
-        results=_results(runs, splits, differences, metric),
+        results=_results(runs, splits, differences, texts, metric),
         curves=curves,
         training=training,
         tables={axis: _table(curves, axis) for axis in AXES},
-        notes=[*_notes(runs, splits, differences, has_reward), *notes],
+        notes=[
+            *_changed_texts(differences, texts),
+            *_notes(runs, splits, differences, has_reward),
+            *notes,
+        ],
         is_rewarded=is_rewarded,
         tasks=compared,
     )
@@ -196,6 +203,37 @@ def _differences(runs: Mapping[str, RunSummary]) -> dict[str, list[Any]]:
     known = dict.fromkeys(itertools.chain.from_iterable(flat))
     values = {path: [each.get(path) for each in flat] for path in known}
     return {path: each for path, each in values.items() if any(x != each[0] for x in each)}
+
+
+def _text(path: Path) -> dict[str, Any]:
+    """Return the digests of the text of a run's newest start; an empty one if they are unknown."""
+    starts = sinks.read(path / STARTS_FILE, STARTS)
+    data = starts[-1]["data"] if starts else {}
+    return {name: each for name, each in data.items() if name.partition(".")[0] in TEXT}
+
+
+def _changed_texts(
+    differences: Mapping[str, Sequence[Any]], texts: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return notes on runs whose settings of data are equal, and which read different text."""
+    alike: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for number, (name, text) in enumerate(texts.items()):
+        values = [each[number] for path, each in differences.items() if path.startswith("data.")]
+        if text:
+            alike.setdefault(json.dumps(values), {})[name] = text
+    notes = []
+    for group in alike.values():
+        first, *others = group.values()
+        sets = dict.fromkeys(itertools.chain.from_iterable(group.values()))
+        changed = [each for each in sets if any(x.get(each) != first.get(each) for x in others)]
+        changed = [each for each in changed if not each.endswith((".documents", ".tokens"))]
+        if changed:
+            names, changes = ", ".join(group), ", ".join(changed)
+            notes.append(
+                f"the files of {names} changed between the runs ({changes}): "
+                "their losses are of different text"
+            )
+    return notes
 
 
 def points(run: RunSummary, split: str, metric: str) -> list[CurvePoint]:
@@ -227,16 +265,17 @@ def _results(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
     differences: Mapping[str, Sequence[Any]],
+    texts: Mapping[str, Mapping[str, Any]],
     metric: str,
 ) -> list[ComparedRun]:
     """Return a result for each set of runs that differ in their seed alone, the best first.
 
     Of runs with the same seed, as a copy and its original, each has a result, and so have runs
-    whose last losses are of different steps.
+    whose last losses are of different steps, or which read different text.
     """
-    groups: dict[tuple[str, Any, int], list[str]] = {}
+    groups: dict[tuple[str, Any, str, int], list[str]] = {}
     seeds = differences.get(SEED, [None] * len(runs))
-    repeated = collections.Counter[tuple[str, Any, Any]]()
+    repeated = collections.Counter[tuple[str, Any, str, Any]]()
     for number, name in enumerate(runs):
         label = ", ".join(
             f"{path.rpartition('.')[2]} {brief(values[number])}"
@@ -244,11 +283,12 @@ def _results(
             if path != SEED
         )
         step = _last(runs[name], splits[name], metric).get("step")
-        same = label, step, brief(seeds[number])
-        groups.setdefault((label, step, repeated[same]), []).append(name)
+        text = json.dumps(texts[name], sort_keys=True)
+        same = label, step, text, brief(seeds[number])
+        groups.setdefault((label, step, text, repeated[same]), []).append(name)
         repeated[same] += 1
     results, is_rewarded = [], metric == "reward"
-    for (label, _, _), names in groups.items():
+    for (label, *_), names in groups.items():
         last = [_last(runs[name], splits[name], metric) for name in names]
         values = _numbers(last, metric)
         doubt, doubt_of = _doubt(values, _numbers(last, "loss_stderr"))

@@ -32,7 +32,7 @@ from jaxlm.recipes.train.spikes import spike_evidence
 from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.use import load
 from jaxlm.training import control
-from jaxlm.training.rundir import RunDir, read_json
+from jaxlm.training.rundir import STARTS_FILE, RunDir, read_json
 from jaxlm.training.state import TrainState
 
 MAX_ROWS = 5  # to report, the highest loss first
@@ -70,7 +70,7 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
         what, why = f"the run has no step {step}", f"its steps are 1 to {last}"
         fix = f"--step={min(max(step, 1), last)}"
         raise CommandError(what, where=f"--step={step}", why=why, fix=fix)
-    starts, file = resume.read_starts(workdir), str(workdir / resume.STARTS_FILE)
+    starts, file = resume.read_starts(workdir), str(workdir / STARTS_FILE)
     lineage = [each for each in resume.lineage(starts, rewinds.made[:known]) if each.step < step]
     if not lineage or lineage[0].step:
         what = f"the config of step {step} is unknown"

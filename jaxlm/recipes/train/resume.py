@@ -25,7 +25,7 @@ from jaxlm.optim.schedule_config import spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
-from jaxlm.training.rundir import RunDir, imported_facts, read_json
+from jaxlm.training.rundir import STARTS_FILE, RunDir, imported_facts, read_json
 
 # Sections and settings that do not change the numbers of a run.
 FREE = (
@@ -296,11 +296,6 @@ def select(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Selection:
     reason = f"abandoned: the run was resumed from step {start_at}"
     later = {step: ("was abandoned", reason) for step in store.steps() if step > start_at}
     return Selection(start_at, aside | {step: later[step] for step in later if step not in aside})
-
-
-# The history: each start of a run is kept for good. A step is replayed under the start that made
-# it; the newest start is not enough for that, and checkpoints are removed.
-STARTS_FILE = "starts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

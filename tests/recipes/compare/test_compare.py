@@ -181,6 +181,21 @@ def test_other_text_and_runs_that_did_not_finish_are_noted(runs, tmp_path):
     assert "other: killed at step 6 of 6" in notes
 
 
+def test_seeds_of_text_that_changed_between_them_are_no_mean_and_are_noted(runs, tmp_path):
+    """The settings name files, whose text is in the digests of each start."""
+    other = shutil.copytree(runs / "second", tmp_path / "other")
+    (start,) = harness.records(other, "starts.jsonl")
+    start["data"] |= {"seed": 1, "validation.val": "0" * 64, "validation.val.tokens": 3}
+    (other / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    compared = comparison.compare([runs / "first", runs / "second", other])
+    assert [each.runs for each in compared.results] == [["first", "second"], ["other"]]
+    (note,) = compared.notes
+    assert note == (
+        "the files of first, second, other changed between the runs (validation.val): "
+        "their losses are of different text"
+    )
+
+
 def test_a_run_that_was_merged_is_noted_as_not_trained(runs, tmp_path):
     merged = tmp_path / "merged"
     merged.mkdir()

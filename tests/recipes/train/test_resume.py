@@ -6,7 +6,7 @@ from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind
 from jaxlm.recipes.train.resume import StartRecord
-from jaxlm.training.rundir import RunDir
+from jaxlm.training.rundir import STARTS_FILE, RunDir
 
 
 def start(step, name, rewinds=0, reset=False):
@@ -54,7 +54,7 @@ def test_a_rewind_goes_on_under_the_config_of_its_process():
 def test_what_was_noted_is_read_back_and_a_torn_line_is_none(tmp_path):
     begun = [start(0, "a"), start(3, "b", reset=True)]
     for each in begun:
-        with open(tmp_path / resume.STARTS_FILE, "ab") as file:
+        with open(tmp_path / STARTS_FILE, "ab") as file:
             file.write(b'{"step": 7, "rew')
         resume.append_start(RunDir(tmp_path), each)
     assert resume.read_starts(tmp_path) == begun
@@ -64,7 +64,7 @@ def test_what_was_noted_is_read_back_and_a_torn_line_is_none(tmp_path):
 
 def test_a_line_that_is_no_start_is_damage(tmp_path):
     resume.append_start(RunDir(tmp_path), start(0, "a"))
-    with open(tmp_path / resume.STARTS_FILE, "a") as file:
+    with open(tmp_path / STARTS_FILE, "a") as file:
         file.write('{"step": 1}\n')
     with pytest.raises(DataError, match=r"starts\.jsonl is damaged"):
         resume.read_starts(tmp_path)
