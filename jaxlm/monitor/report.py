@@ -161,21 +161,20 @@ def best_evaluation(config: Any, records: Sequence[Record]) -> Record | None:
     That is the set that `eval.follow` names, or the first one of the records.
     """
     scored = [
-        record
+        (loss, record)
         for record in records
         if record.get("split", "train") not in ("train", None)
         and sinks.is_number(record.get("loss_nats"))
+        and (loss := sinks.ranking_loss(record)) is not None
     ]
     if not scored:
         return None
     section = config.get("eval")
     follow = section.get("follow") if isinstance(section, dict) else None
-    splits = [record["split"] for record in scored]
+    splits = [record["split"] for _, record in scored]
     ranking = follow if follow in splits else splits[0]
-    return min(
-        (r for r in scored if r["split"] == ranking),
-        key=lambda r: r.get("ranking_loss_nats", r["loss_nats"]),
-    )
+    ranked = [(loss, record) for loss, record in scored if record["split"] == ranking]
+    return min(ranked, key=lambda each: each[0])[1]
 
 
 def _coders(run: Path) -> dict[str, float]:

@@ -477,3 +477,12 @@ def test_a_damaged_result_of_a_task_is_named(files, capsys):
     file.write_text('{"task": "x", "step": 1, "items": 2, "metrics": {"accuracy": {}}}')
     assert main(["report", f"--workdir={files}"]) == 65
     assert str(file) in capsys.readouterr().err
+
+
+def test_the_best_evaluation_is_that_of_as_many_batches_as_the_others():
+    first = {"split": "val", "step": 4, "loss_nats": 1.0}
+    last = {"split": "val", "step": 8, "loss_nats": 0.9}
+    assert report.best_evaluation({}, [first, last]) == last
+    assert report.best_evaluation({}, [first, last | {"ranking_loss_nats": 1.1}]) == first
+    broken = last | {"loss_nats": None, "ranking_loss_nats": 0.5}
+    assert report.best_evaluation({}, [first, broken]) == first
