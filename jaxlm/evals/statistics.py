@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from jaxlm.core import wilson
 
 CONFIDENCE = 0.95
+ROUNDING = 1e-9  # standard error over the mean of equal differences, by float64 alone
 POWER = 0.8  # probability with which a smallest detectable difference is detected
 Values = Sequence[float] | Float[np.ndarray, "n"]
 
@@ -41,7 +42,8 @@ class Difference:
 
     Args:
       mean, standard_error, low, high: as of `Estimate`.
-      p_value: of no difference; exact McNemar for ungrouped yes or no, else of the t-test.
+      p_value: of no difference; exact McNemar for ungrouped yes or no, else of the t-test, or of
+        the signs of equal differences.
       smallest: difference that this number of items detects with a probability of 80%.
       items, groups: numbers of them.
       rises, falls: numbers of items whose value is higher in B, and lower.
@@ -113,7 +115,8 @@ def difference(
 
     Ungrouped values 0 and 1 with equal weights have Agresti and Min's interval: half an item is
     added to each cell of the table of both runs. Other values have that of the paired t-test,
-    clustered by group.
+    clustered by group. Differences of the same size in all groups have no spread, and are tested by
+    their signs: fewer than 6 groups have no interval.
 
     Raises ValueError without items or without weight.
 
@@ -135,10 +138,12 @@ def difference(
         least = math.ceil(-math.log2((1 - CONFIDENCE) / 2))
         smallest = min(max(powered * adjusted, least / count), 1.0)
     elif error is not None:
-        reach = _student(count - 1) * error
-        low, high = mean - reach, mean + reach
-        p_value = _t_test(mean, error, count - 1)
-        smallest = powered * error
+        has_spread = error > ROUNDING * abs(mean)
+        p_value = _t_test(mean, error, count - 1) if has_spread else _sign_test(mean, count)
+        if has_spread or not mean or p_value < 1 - CONFIDENCE:
+            reach = _student(count - 1) * error
+            low, high = mean - reach, mean + reach
+            smallest = powered * error
     return Difference(
         mean=mean,
         standard_error=error,
@@ -217,7 +222,10 @@ def _student(freedom: int) -> float:
 
 
 def _t_test(mean: float, error: float, freedom: int) -> float:
-    """Return the two-sided p-value of a mean; differences that are all equal have no error."""
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
+    """Return the two-sided p-value of a mean."""
     return 2 * float(_special().stdtr(freedom, -abs(mean) / error))
+
+
+def _sign_test(mean: float, groups: int) -> float:
+    """Return the two-sided p-value of groups with the same difference; 1 if it is 0."""
+    return 2.0 ** (1 - groups) if mean else 1.0

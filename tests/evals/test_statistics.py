@@ -98,7 +98,7 @@ def test_tests_equal_those_of_scipy():
         assert (result.low, result.high) == pytest.approx((interval.low, interval.high), rel=1e-12)
     no_change = difference(few, few, None, [0, 0, 1, 1])
     one_more = difference(few, few + 1, None, [0, 0, 1, 1])
-    assert (no_change.p_value, one_more.p_value) == (1.0, 0.0)
+    assert (no_change.p_value, one_more.p_value) == (1.0, 0.5)  # of two groups
 
 
 def test_the_interval_of_paired_answers_adds_half_an_item_to_each_cell():
@@ -131,3 +131,16 @@ def test_equal_values_and_single_items():
     assert same.smallest == pytest.approx(0.06)  # 6 of 100 items must change in one direction
     with pytest.raises(ValueError, match="an item with a weight"):
         estimate([])
+
+
+@pytest.mark.parametrize("groups", [2, 5, 6, 10])
+def test_equal_differences_have_the_p_value_of_their_signs(groups):
+    """It is 2 of the 2^n choices of signs: those that are all equal."""
+    of_items = difference([0.1] * groups, [0.6] * groups)
+    names = np.repeat(np.arange(groups), 2)
+    of_groups = difference([0.0, 1.0] * groups, [1.0] * 2 * groups, None, names)
+    for each in (of_items, of_groups):
+        assert (each.mean, each.groups) == (0.5, groups)
+        assert each.p_value == 2 / 2**groups
+        interval = (0.5, 0.5) if groups >= 6 else (None, None)
+        assert (each.low, each.high) == interval

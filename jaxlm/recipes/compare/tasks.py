@@ -129,7 +129,7 @@ class TaskComparison:
         facts = [] if self.rises or self.falls else ["have equal values"]
         if difference.smallest:
             facts.append(f"see a difference of {self.amount(difference.smallest)}")
-        return f"cannot be distinguished: {items} {' and '.join(facts)}"
+        return f"cannot be distinguished: {items} {' and '.join(facts) or 'are too few'}"
 
     def amount(self, value: float) -> str:
         """Return the size of a difference with its unit."""
