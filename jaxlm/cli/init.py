@@ -23,10 +23,11 @@ from jaxlm.monitor.chips import MEMORY
 
 UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
 CHAT = "--config.data.kind=chat"
+PAIRS = "--config.data.kind=pairs"
 MAX_DROPPED = "--config.data.max_dropped"
 FINETUNE = (
-    "jaxlm train --config=finetune/lora --init_from=runs/base --config.data.train={}{}"
-    " --workdir=runs/chat    # runs/base: a run, or a folder of transformers"
+    "jaxlm train --config={} --init_from=runs/base --config.data.train={}{}"
+    " --workdir=runs/{}    # runs/base: a run, or a folder of transformers"
 )
 
 
@@ -62,6 +63,7 @@ def run(args: Any, out: Output) -> int:
     patterns = tuple(_pattern(each) for each in args.data)
     set_machine(args)
 
+    from jaxlm.data.records import note_of_table
     from jaxlm.recipes.plan import starter
 
     request = starter.StarterRequest(
@@ -75,8 +77,11 @@ def run(args: Any, out: Output) -> int:
         made = starter.plan_starter(request)
     except DataError as error:
         first, *others = error.fix.replace("--config.data.text_key=", "--text_key=").splitlines()
+        text = shlex.quote(",".join(patterns))
         if first.startswith(CHAT):  # a model is fine-tuned on conversations
-            first = FINETUNE.format(shlex.quote(",".join(patterns)), first.removeprefix(CHAT))
+            first = FINETUNE.format("finetune/lora", text, first.removeprefix(CHAT), "chat")
+        elif first.startswith(PAIRS):
+            first = FINETUNE.format("preference/dpo", text, "", "dpo")
         lines = [first, *others]
         if any(each.startswith(MAX_DROPPED) for each in lines):  # a setting of the training alone
             lines = [f"correct {error.where}"]
@@ -101,6 +106,7 @@ def run(args: Any, out: Output) -> int:
         fix = f"--out={target.name}"
         raise NotWritable(f"{target} cannot be written", where="--out", why=why, fix=fix) from error
     answer = {
+        "notes": [note for note in map(note_of_table, patterns) if note],
         "config": args.out,
         "parameters": made.parameters,
         "tokens": made.run.pace.tokens(made.run.train.steps),
@@ -121,6 +127,7 @@ def _lines(answer: dict[str, Any], text_bytes: int, time: str) -> list[str]:
         ("model", f"{count(answer['parameters'])} parameters"),
         ("data", f"{count(answer['tokens'])} tokens, about {epochs}"),
         ("time", f"predicted: {time}"),
+        *(("note", note) for note in answer["notes"]),
         *(("risks", risk) for risk in answer["risks"]),
         ("next", f"jaxlm train --config={file} --workdir={workdir}"),
     ]

@@ -7,15 +7,18 @@ FILE has JSON lines with prompt, answer and info. Each attack answers every prom
 the prompt, tags, digits, one word, the answers of other prompts, and two programs.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output, columns
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.core.quoting import printable
 from jaxlm.recipes.config import Run
+
+FUNCTIONS = "--config.reward.functions="
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,13 +35,23 @@ def _try(args: Any, out: Output) -> int:
     overrides = list(args.overrides)
     if args.rewards:
         overrides.append(("reward.functions", ",".join(args.rewards)))
-    settings = config.load(Run, args.config or args.workdir, overrides).value.reward
+    try:
+        settings = config.load(Run, args.config or args.workdir, overrides).value.reward
+    except ConfigError as error:
+        lines = error.fix.splitlines()
+        if args.rewards and all(line.startswith(FUNCTIONS) for line in lines):
+            # They are words of the command line, not a setting.
+            others = [word for word in args.words if word not in args.rewards]
+            named = [line.removeprefix(FUNCTIONS).split(",") for line in lines]
+            error.fix = "\n".join(shlex.join(["jaxlm", *others, *each]) for each in named)
+            error.where = shlex.join(["jaxlm", *args.words])
+        raise
     if not settings.functions:
         raise CommandError(
             "no reward is named",
             where=" ".join(["jaxlm", *args.words]),
             why="the config has no reward.functions",
-            fix="--config.reward.functions=number=1",
+            fix=f"{FUNCTIONS}number=1",
         )
 
     from jaxlm.rl import attacks

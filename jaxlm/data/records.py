@@ -433,6 +433,8 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> NoText:
         fix = f"--config.data.text_key={longest}"
         if turns:
             fix = f"--config.data.kind=chat {turns}\n{fix}"
+        if {"chosen", "rejected"} <= record.keys():
+            fix = f"--config.data.kind=pairs --config.objective.name=preference\n{fix}"
     elif turns:
         fix = f"--config.data.kind=chat {turns}"
     elif isinstance(record, list):

@@ -458,7 +458,9 @@ def name_start_folder(workdir: Path | None) -> Iterator[None]:
             facts = {} if workdir is None else read_json(workdir, "environment.json")
             folder = Path(facts.get("folder", ""))
             if folder.is_dir() and not folder.samefile(Path.cwd()):
-                line = f"cd {shlex.quote(str(folder))}    # the run was started there"
+                assert workdir is not None  # its file was read
+                run = shlex.quote(f"--workdir={os.path.relpath(workdir, folder)}")
+                line = f"cd {shlex.quote(str(folder))}    # the run was started there; then {run}"
                 error.fix = f"{line}\n{error.fix}"
         raise
 

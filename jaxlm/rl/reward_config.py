@@ -121,13 +121,14 @@ class RewardConfig:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield rewards that do not exist, and weights and arguments that are wrong."""
-        labels, recorded = set(), dict(self.recorded_files)
-        for text in self.functions:
-            flag = "--config.reward.functions="
+        places: dict[str, int] = {}
+        recorded = dict(self.recorded_files)
+        for index, text in enumerate(self.functions):
             try:
                 each = term(text)
             except ValueError as error:
-                yield "functions", f"{text}: {error}", f"{flag}{text.partition('=')[0]}=1"
+                fix = self._with(index, f"{text.partition('=')[0]}=1")
+                yield "functions", f"{text}: {error}", fix
                 continue
             if each.is_file and each.name in recorded:
                 pass
@@ -142,13 +143,18 @@ class RewardConfig:
                 yield (
                     "functions",
                     f"there is no reward {each.name}; the names are {names}",
-                    (f"{flag}{meant}={each.weight:g}"),
+                    self._with(index, f"{meant}={each.weight:g}"),
                 )
             elif wrong := verifiers.problem(each.name, each.argument):
-                yield "functions", f"{text}: {wrong[0]}", f"{flag}{wrong[1]}={each.weight:g}"
-            if each.label in labels:
-                yield "functions", f"{each.label} is named twice", f"{flag}{text}"
-            labels.add(each.label)
+                fix = self._with(index, f"{wrong[1]}={each.weight:g}")
+                yield "functions", f"{text}: {wrong[0]}", fix
+            if (first := places.setdefault(each.label, index)) != index:
+                yield "functions", f"{each.label} is named twice", self._with(first)
+
+    def _with(self, index: int, *terms: str) -> str:
+        """Return the flag that has these terms in place of one, and all others as they are."""
+        every = *self.functions[:index], *terms, *self.functions[index + 1 :]
+        return f"--config.reward.functions={','.join(every)}"
 
 
 def _is_number(text: str) -> bool:

@@ -266,11 +266,12 @@ class Server:
         if results.is_cancelled:
             raise guard.CLIENT_LEFT
         reasons = [parts[-1].reason for parts in deltas]
+        answer = response.whole(deltas)  # counts the tokens of the usage
         self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
         for reason, failure in FAILURES.items():
             if reason in reasons:
                 raise failure
-        return JSONResponse(response.whole(deltas), headers=SECURITY)
+        return JSONResponse(answer, headers=SECURITY)
 
     def _submitted(self, request: HttpRequest, call: Call) -> Results:
         """Queue a call within the limits of its key."""

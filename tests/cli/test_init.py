@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -124,6 +125,21 @@ def test_records_of_other_fields_are_read_by_the_flag_that_the_error_prints(text
     fixes = capsys.readouterr().err
     assert "--config.data.fields=user=question,assistant=answer --workdir=runs/chat" in fixes
     assert "--text_key=question\n" in fixes
+
+
+def test_pairs_are_referred_to_training_on_preferences(texts, capsys):
+    pair = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    (texts / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    assert main(["init", "--data=pairs.jsonl"]) == 65
+    fix = re.search(r"  fix    jaxlm (.*?)    #", capsys.readouterr().err)[1]
+    assert fix.startswith("train --config=preference/dpo --init_from=runs/base")
+    assert fix.endswith("--config.data.train=pairs.jsonl --workdir=runs/dpo")
+
+
+def test_a_table_is_said_to_be_read_as_one_text(texts, capsys):
+    (texts / "rows.csv").write_text("text,label\n" + "".join(f"word {n},a\n" for n in range(9000)))
+    assert main(["init", "--data=rows.csv", "--on=t4"]) == 0
+    assert "rows.csv is read as one text, with the delimiters" in capsys.readouterr().out
 
 
 def test_a_file_is_not_overwritten(texts, capsys):

@@ -1,6 +1,8 @@
 """`jaxlm reward try`: built-in rewards pay for no attack, and a reward that does is named."""
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -81,3 +83,13 @@ def test_a_line_without_a_prompt_is_described(tmp_path, line, why):
     with pytest.raises(DataError, match="a line has no prompt") as caught:
         read_questions(file)
     assert caught.value.why == why
+
+
+def test_the_fix_of_a_wrong_reward_is_a_line_that_runs_and_keeps_the_others(attempt):
+    words = ["jaxlm", "reward", "try", "numbr", "ended=2", "--prompts=prompts.jsonl"]
+    code_, written = attempt("numbr", "ended=2")
+    fix = re.search(r"  fix    (.*)", written.err)[1]
+    assert code_ == 2
+    assert fix == "jaxlm reward try --prompts=prompts.jsonl number=1 ended=2"
+    assert f"  where  {' '.join(words)}\n" in written.err
+    assert main(shlex.split(fix)[1:]) == 0

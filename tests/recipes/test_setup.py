@@ -27,5 +27,6 @@ def test_an_error_of_missing_files_names_the_folder_of_the_start(
     monkeypatch.chdir(here)
     with pytest.raises(InputMissing) as caught, setup.name_start_folder(run):
         raise InputMissing("no file matches x", where="data.train", why="it is gone", fix="ls .")
-    line = f"cd '{started}'    # the run was started there\n" if is_named else ""
+    line = f"cd '{started}'    # the run was started there; then --workdir=../run\n"
+    line = line if is_named else ""
     assert caught.value.fix == f"{line}ls ."

@@ -408,6 +408,11 @@ def test_a_key_beyond_its_limits_answers_429_and_other_keys_are_answered(
         each.close()
 
 
+def counted_tokens(metrics):
+    counted = re.search(r"^jaxlm:generation_tokens_total (\S+)$", metrics, re.M)
+    return float(counted[1])
+
+
 def test_tokens_text_models_and_metrics(running, client):
     def post(path, body):
         data = json.dumps(body).encode()
@@ -423,8 +428,10 @@ def test_tokens_text_models_and_metrics(running, client):
     assert json.loads(running.get("/tokenizer_info")[1])["eos_token"] == "<|eos|>"
     compiles = running.engine.counters.compiles
     drawn = running.engine.counters.drawn_tokens
+    counted = counted_tokens(running.get("/metrics")[1])
     assert complete(client, logprobs=1, temperature=0.7).usage.completion_tokens == 8
     metrics = running.get("/metrics")[1]
+    assert counted_tokens(metrics) == counted + 8
     assert f"jaxlm:compiles_total {compiles:.1f}" in metrics
     assert "jaxlm:num_requests_running 0.0" in metrics
     counters = running.engine.counters

@@ -250,6 +250,9 @@ def points(run: RunSummary, split: str, metric: str) -> list[CurvePoint]:
         seconds.append(seconds[-1] + (step - steps[-1]) * duration)
         steps.append(step)
         tokens.append(record.get("tokens") or tokens[-1])
+    values = summary.values(run.records, split, metric)
+    if metric != "reward" and summary.has_rewards(run.records, split):
+        values = []  # negative rewards
     return [
         CurvePoint(
             step,
@@ -257,7 +260,7 @@ def points(run: RunSummary, split: str, metric: str) -> list[CurvePoint]:
             float(np.interp(step, steps, seconds)),
             value,
         )
-        for step, value in summary.values(run.records, split, metric)
+        for step, value in values
     ]
 
 
@@ -313,7 +316,8 @@ def _results(
 
 def _last(run: RunSummary, split: str, metric: str) -> Mapping[str, Any]:
     scored = [r for r in run.records if r.get("split") == split and r.get(metric) is not None]
-    return scored[-1] if scored else {}
+    is_reward = metric != "reward" and summary.has_rewards(scored, split)
+    return scored[-1] if scored and not is_reward else {}
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
@@ -382,7 +386,9 @@ def _notes(
     notes = []
     if any(has_reward.values()) and not all(has_reward.values()):
         rewarded = ", ".join(name for name, has in has_reward.items() if has)
-        notes.append(f"the losses of {rewarded} are negative rewards, not nats of text")
+        notes.append(
+            f"the losses of {rewarded} are negative rewards, not nats of text: they are left out"
+        )
     objectives = {
         name: run.config.get("objective", {}).get("name", Causal.name)
         for name, run in runs.items()

@@ -32,7 +32,7 @@ from jaxlm.recipes.train.spikes import spike_evidence
 from jaxlm.recipes.train.teacher import find_teacher, load_teacher, with_teacher
 from jaxlm.recipes.use import load
 from jaxlm.training import control
-from jaxlm.training.rundir import STARTS_FILE, RunDir, read_json
+from jaxlm.training.rundir import STARTS_FILE, RunDir, imported_facts, read_json
 from jaxlm.training.state import TrainState
 
 MAX_ROWS = 5  # to report, the highest loss first
@@ -54,7 +54,8 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
 
     On the mesh of the run every bit is reproduced. `is_as_logged` compares the loss with the logged
     one; None if the step was not logged. Raises CommandError if the run has no such step or rewind,
-    and DataError if the data changed since, or no checkpoint leads to the step under its config.
+    or was not trained, and DataError if the data changed since, or no checkpoint leads to the step
+    under its config.
     """
     workdir, step = options.workdir, options.step
     newest = read_json(workdir, "config.json")
@@ -65,6 +66,13 @@ def replay(options: ReplayOptions, say: Log = lambda _: None) -> dict[str, Any]:
     if not 0 <= known <= every:
         what, why = f"the run has no rewind {known}", f"it has {every} rewinds so far"
         raise CommandError(what, where=f"--rewinds={known}", why=why, fix=f"--rewinds={every}")
+    if (facts := imported_facts(workdir)) and not (workdir / STARTS_FILE).is_file():
+        raise CommandError(
+            "the run has no steps to replay",
+            where=str(workdir),
+            why=f"it was {facts.get('status', 'imported')}, not trained",
+            fix="jaxlm runs    # lists the runs",
+        )
     last = config.from_json(Run, newest).train.steps
     if not 1 <= step <= last:
         what, why = f"the run has no step {step}", f"its steps are 1 to {last}"

@@ -246,7 +246,10 @@ def _check(numbers: Sequence[int], depth: int, text: str) -> None:
         why, fix = "a model has at least one layer", "--keep=even:1"
     elif max(numbers) >= depth:
         rule = text.partition(":")[0] if ":" in text else "even"
-        why, fix = f"the run has {depth} layers, from 0 on", f"--keep={rule}:{max(depth // 2, 1)}"
+        count = max(depth // 2, 1)
+        if ":" not in text and len(set(numbers)) < depth:
+            count = len(set(numbers))
+        why, fix = f"the run has {depth} layers, from 0 on", f"--keep={rule}:{count}"
     elif any(one >= other for one, other in itertools.pairwise(numbers)):
         ordered = ",".join(map(str, sorted(set(numbers))))
         why, fix = "each layer is kept once, and in order", f"--keep={ordered}"

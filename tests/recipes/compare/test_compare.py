@@ -306,3 +306,8 @@ def test_rewards_are_not_compared_with_losses(rewarded, runs):
     compared = comparison.compare([rewarded / "first", runs / "slow"])
     assert not compared.is_rewarded
     assert any("first are negative rewards" in note for note in compared.notes)
+    slow, first = compared.results
+    assert (slow.name, first.name) == ("slow", "first")
+    assert (slow.over_best, first.nats) == (0, None)
+    assert compared.curves["slow"]
+    assert not compared.curves["first"]

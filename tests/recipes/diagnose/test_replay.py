@@ -252,3 +252,14 @@ def test_data_that_has_changed_since_is_refused(run, config, capsys):
 
 def test_a_folder_that_is_no_run_ends_with_66(tmp_path, capsys):
     assert "config.json" in replay(capsys, tmp_path, 1, code=66)["error"]["what"]
+
+
+def test_a_run_that_was_not_trained_has_no_steps_to_replay(run, tmp_path, capsys):
+    hub, copy = tmp_path / "hub", tmp_path / "copy"
+    assert main(["export", f"--workdir={run}", f"--out={hub}", "--quiet"]) == 0
+    assert main(["import", f"--from={hub}", f"--workdir={copy}", "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["replay", f"--workdir={copy}", "--step=1"]) == 2
+    error = capsys.readouterr().err
+    assert "the run has no steps to replay" in error
+    assert "it was imported, not trained" in error

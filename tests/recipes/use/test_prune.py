@@ -159,6 +159,7 @@ def test_layers_of_several_kinds_keep_their_bits(name):
     ("keep", "text"),
     [
         ("0,4", "the run has 4 layers"),
+        ("0,1,4", "--keep=even:3"),
         ("1,1", "--keep=1"),
         ("2,0", "--keep=0,2"),
         ("even:0", "at least one layer"),
