@@ -149,9 +149,10 @@ def test_two_items_with_the_same_difference_prove_nothing(tmp_path, capsys):
     for name, value in (("a", 0.1), ("b", 0.6)):
         write(tmp_path / name, np.full(2, value), weights=name)
     names = (tmp_path / "a", tmp_path / "b")
-    (each,) = compared(capsys, *names, f"--out={tmp_path / 'page.html'}")["tasks"]
+    page = f"--out={tmp_path / 'page.html'}"
+    (each,) = compared(capsys, *names, page)["tasks"]
     assert each["verdict"] == "cannot be distinguished: 2 items are too few"
-    assert main(["compare", *map(str, names), "--require=not_worse:1%"]) == 1
+    assert main(["compare", *map(str, names), page, "--require=not_worse:1%"]) == 1
 
 
 def test_a_requirement_is_met_only_if_the_interval_excludes_a_loss(tmp_path, capsys, answers):
