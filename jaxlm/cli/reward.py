@@ -17,8 +17,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.core.quoting import printable
 from jaxlm.recipes.config import Run
-
-FUNCTIONS = "--config.reward.functions="
+from jaxlm.rl.reward_config import FUNCTIONS_FLAG
 
 
 def add_arguments(parser: Parser) -> None:
@@ -39,10 +38,10 @@ def _try(args: Any, out: Output) -> int:
         settings = config.load(Run, args.config or args.workdir, overrides).value.reward
     except ConfigError as error:
         lines = error.fix.splitlines()
-        if args.rewards and all(line.startswith(FUNCTIONS) for line in lines):
+        if args.rewards and all(line.startswith(FUNCTIONS_FLAG) for line in lines):
             # They are words of the command line, not a setting.
             others = [word for word in args.words if word not in args.rewards]
-            named = [line.removeprefix(FUNCTIONS).split(",") for line in lines]
+            named = [line.removeprefix(FUNCTIONS_FLAG).split(",") for line in lines]
             error.fix = "\n".join(shlex.join(["jaxlm", *others, *each]) for each in named)
             error.where = shlex.join(["jaxlm", *args.words])
         raise
@@ -51,7 +50,7 @@ def _try(args: Any, out: Output) -> int:
             "no reward is named",
             where=" ".join(["jaxlm", *args.words]),
             why="the config has no reward.functions",
-            fix=f"{FUNCTIONS}number=1",
+            fix=f"{FUNCTIONS_FLAG}number=1",
         )
 
     from jaxlm.rl import attacks

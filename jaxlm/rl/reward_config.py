@@ -25,6 +25,7 @@ PROGRAMS = {"python": "tests", "doctest": "doctest"}
 PATTERN = "regex"
 NAMES = (*verifiers.VERIFIERS, PATTERN, *PROGRAMS)
 NEED_ANSWER = (*verifiers.NEED_ANSWER, PATTERN, *PROGRAMS)
+FUNCTIONS_FLAG = "--config.reward.functions="
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 
 
@@ -154,7 +155,7 @@ class RewardConfig:
     def _with(self, index: int, *terms: str) -> str:
         """Return the flag that has these terms in place of one, and all others as they are."""
         every = *self.functions[:index], *terms, *self.functions[index + 1 :]
-        return f"--config.reward.functions={','.join(every)}"
+        return f"{FUNCTIONS_FLAG}{','.join(every)}"
 
 
 def _is_number(text: str) -> bool:

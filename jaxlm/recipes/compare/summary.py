@@ -102,7 +102,11 @@ def read(path: Path) -> RunSummary:
     speeds = [each["tokens_per_second"] for each in train if each.get("tokens_per_second")]
     ranking = ranking_split(config, records)
     # Step 0, before the first update, ranks no checkpoint.
-    ranked = [record | {"loss_nats": sinks.ranking_loss(record)} for record in records]
+    ranked = [
+        record | {"loss_nats": sinks.ranking_loss(record)}
+        for record in records
+        if record.get("split") == ranking
+    ]
     scores = [loss for step, loss in values(ranked, ranking, "loss_nats") if step]
     times = [each["time_unix"] for each in (*records[-1:], end) if each.get("time_unix")]
     steps = config.get("train", {}).get("steps")
