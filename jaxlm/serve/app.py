@@ -41,7 +41,12 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class EventStream(Response):
-    """A response of server-sent events; `cancel` is called if the client leaves."""
+    """A response of server-sent events.
+
+    Args:
+      events: its body.
+      cancel: called if the client leaves.
+    """
 
     media_type = "text/event-stream"
 
@@ -49,9 +54,16 @@ class EventStream(Response):
         super().__init__(headers=SECURITY)
         del self.headers["content-length"]
         self._events, self._cancel = events, cancel
+        self.on_end: Callable[[], None] = lambda: None  # called after the last event
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the events until they end or the client leaves."""
+        try:
+            await self._send(receive, send)
+        finally:
+            self.on_end()
+
+    async def _send(self, receive: Any, send: Any) -> None:
         async with _cancelled_on_disconnect(receive, self._cancel):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
@@ -188,16 +200,28 @@ class Server:
                 response = _error(refused)
             is_probe = request.url.path in ("/health", "/ready", "/metrics")
             if request.method == "POST" or (response.status_code >= 400 and not is_probe):
-                line = {
-                    "method": request.method,
-                    "path": request.url.path,
-                    "status": response.status_code,
-                    "seconds": round(time.monotonic() - begun, 4),
-                }
-                self._log(safe(json.dumps(line)))
+                log = functools.partial(self._log_call, request, response.status_code, begun)
+                if isinstance(response, EventStream):
+                    response.on_end = log
+                else:
+                    log()
             return response
 
         return handle
+
+    def _log_call(self, request: HttpRequest, status: int, begun: float) -> None:
+        """Write the line of a call that has ended, with its numbers of tokens if it drew any."""
+        line = {
+            "method": request.method,
+            "path": request.url.path,
+            "status": status,
+            "seconds": round(time.monotonic() - begun, 4),
+        }
+        response: api.Response | None = getattr(request.state, "response", None)
+        if response is not None:
+            names = ("prompt_tokens", "completion_tokens")
+            line |= {name: response.usage[name] for name in names}
+        self._log(safe(json.dumps(line)))
 
     def _model(self) -> Served:
         if self.served is None:
@@ -258,6 +282,7 @@ class Server:
         response = api.Response(call, served)
         response.tickets = results.tickets
         if call.is_streamed:
+            request.state.response = response
             return EventStream(self._events(results, response, begun), results.cancel)
         deltas: list[list[Delta]] = [[] for _ in call.requests]
         async with _cancelled_on_disconnect(request.receive, results.cancel):
@@ -267,6 +292,7 @@ class Server:
             raise guard.CLIENT_LEFT
         reasons = [parts[-1].reason for parts in deltas]
         answer = response.whole(deltas)  # counts the tokens of the usage
+        request.state.response = response
         self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
         for reason, failure in FAILURES.items():
             if reason in reasons:

@@ -217,6 +217,19 @@ def test_a_client_that_leaves_before_its_answer_is_no_failure_of_the_server(runn
     assert 'jaxlm:rejected_total{status="499"} 1.0' in running.get("/metrics")[1]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_line_of_a_call_is_written_at_its_end_with_its_tokens(running, is_streamed):
+    running.lines.clear()
+    body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, "stream": is_streamed}
+    exchange(running, posted(json.dumps(body).encode()))
+    limit = time.monotonic() + 60
+    while not running.lines and time.monotonic() < limit:
+        time.sleep(0.001)
+    (line,) = map(json.loads, running.lines)
+    assert line["prompt_tokens"] == 5
+    assert line["completion_tokens"] == 20
+
+
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
