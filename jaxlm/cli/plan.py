@@ -288,7 +288,7 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> list[str]
     if drawn := answer.get("rollout"):
         rows.append(("rollout", _rollout(drawn)))
     if answer["cost"]:
-        rows.append(("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
+        rows.append(("cost", " to ".join(map(_money, answer["cost"]))))
     rows.append(("checkpoint", f"{size(answer['checkpoint_bytes'])} before compression"))
     if sent := answer["sent_bytes_per_device"]:
         axes = ", ".join(f"{size(part)} over {axis}" for axis, part in sent.items())
@@ -323,6 +323,11 @@ def _run_time(answer: dict[str, Any], steps: int) -> str:
         return text
     low, high = (formatting.duration(3600 * hours) for hours in answer["hours"])
     return f"{text}: {low} to {high}"
+
+
+def _money(amount: float) -> str:
+    """Return an amount with two decimals, or two digits if it is less than one."""
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.2g}"
 
 
 def _rollout(drawn: dict[str, Any]) -> str:

@@ -146,3 +146,16 @@ def test_a_conversation_past_the_positions_of_the_model_is_a_warning(config):
     (line,) = warnings("32")
     assert re.search(r"a conversation has \d+ tokens, and the model 32 positions", line)
     assert warnings("96") == []
+
+
+def test_rows_of_text_past_the_positions_of_the_model_are_a_warning(tmp_path):
+    config = harness.write_config(tmp_path, {"data.sequence": 96})
+
+    def warnings(positions):
+        run = load(Run, str(config), [("model.max_positions", positions)]).value
+        return list(_position_warnings(run, setup.open_data(run)))
+
+    (line,) = warnings("64")
+    assert "a row has 96 tokens, and the model 64 positions (model.max_positions)" in line
+    assert "--config.data.sequence=64" in line
+    assert warnings("96") == []

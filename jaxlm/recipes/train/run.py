@@ -427,15 +427,20 @@ def _check_vocabulary(run: Run, data: Data) -> None:
 
 
 def _position_warnings(run: Run, data: Data) -> Iterator[str]:
-    """Yield a line if a conversation has more tokens than the model has positions."""
-    longest, positions = (
-        data.train.shards.manifest.figures.get("longest", 0) - 1,
-        run.model.max_positions,
-    )
-    if longest > positions:
+    """Yield a line if a conversation or a row of text exceeds the positions of the model."""
+    figures, positions = data.train.shards.manifest.figures, run.model.max_positions
+    fix = f"if that is not meant, --config.data.sequence={positions}"
+    if "longest" in figures:
+        longest = figures["longest"] - 1
+        if longest > positions:
+            yield (
+                f"data: a conversation has {longest:,} tokens, and the model {positions:,} "
+                f"positions; {fix} leaves out longer ones"
+            )
+    elif run.data.sequence > positions:
         yield (
-            f"data: a conversation has {longest:,} tokens, and the model {positions:,} positions; "
-            f"if that is not meant, --config.data.sequence={positions} leaves out longer ones"
+            f"data: a row has {run.data.sequence:,} tokens, and the model {positions:,} positions "
+            f"(model.max_positions); {fix}"
         )
 
 

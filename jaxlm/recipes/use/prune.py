@@ -241,11 +241,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _check(numbers: Sequence[int], depth: int, text: str) -> None:
-    """Raise CommandError if there is no such layer, or they are not in order."""
+    """Raise CommandError if there is no such layer, all stay, or they are not in order."""
+    rule = text.partition(":")[0] if ":" in text else "even"
     if not numbers:
         why, fix = "a model has at least one layer", "--keep=even:1"
     elif max(numbers) >= depth:
-        rule = text.partition(":")[0] if ":" in text else "even"
         count = max(depth // 2, 1)
         if ":" not in text and len(set(numbers)) < depth:
             count = len(set(numbers))
@@ -253,6 +253,8 @@ def _check(numbers: Sequence[int], depth: int, text: str) -> None:
     elif any(one >= other for one, other in itertools.pairwise(numbers)):
         ordered = ",".join(map(str, sorted(set(numbers))))
         why, fix = "each layer is kept once, and in order", f"--keep={ordered}"
+    elif len(numbers) == depth > 1:
+        why, fix = f"the run has {depth} layers, and all stay", f"--keep={rule}:{depth // 2}"
     else:
         return
     raise CommandError("these layers cannot be kept", where=f"--keep={text}", why=why, fix=fix)

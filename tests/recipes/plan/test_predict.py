@@ -766,6 +766,13 @@ def test_a_plan_that_names_a_run_without_a_config_proposes_that_run(words, capsy
     assert ("the run has no checkpoint of step 5" in capsys.readouterr().err) == has_step
 
 
+def test_the_cost_of_a_small_run_is_not_rounded_to_nothing(capsys):
+    assert main(["plan", "--config=quickstart", "--on=h100", "--price=2.5"]) == 0
+    (line,) = re.findall(r"^cost +(\S+) to (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    low, high = map(float, line)
+    assert 0 < low < high < 1
+
+
 def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     _, answer = ask(capsys, "--config=configs/gpt2_124m.py", "--on=h200", "--price=3")
     assert answer["cost"] == pytest.approx([3 * hours for hours in answer["hours"]])

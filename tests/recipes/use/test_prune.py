@@ -164,6 +164,8 @@ def test_layers_of_several_kinds_keep_their_bits(name):
         ("2,0", "--keep=0,2"),
         ("even:0", "at least one layer"),
         ("harm:9", "--keep=harm:2"),
+        ("harm:4", "4 layers, and all stay"),
+        ("0,1,2,3", "--keep=even:2"),
         ("", "no list of numbers"),
         ("some", "no list of numbers"),
         ("-1", "no list of numbers"),
