@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
+import shlex
 import shutil
 
 import pytest
@@ -264,6 +265,26 @@ def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed
         assert difference in output
         assert difference in log
     assert "--allow_change=data" in log
+
+
+def test_e3_a_tokenizer_trained_on_the_text_stays_that_of_the_run(tmp_path, capsys):
+    settings = {"data.tokenizer": "characters"}
+    config, run = harness.write_config(tmp_path, settings), tmp_path / "run"
+    harness.trained(config, run, "--stop_at=4")
+    before = (run / "tokenizer").read_bytes()
+    for path in tmp_path.glob("*.txt"):
+        path.write_text(path.read_text().upper())
+    capsys.readouterr()
+    words = harness.words(config, run, "--stop_at=6", "--allow_change=data")
+    assert main(words) == 2
+    output = capsys.readouterr().err
+    assert "the tokenizer differs from that of this run" in output
+    assert (run / "tokenizer").read_bytes() == before
+    fix = output.partition("  fix ")[2].splitlines()[0]
+    assert main([*words, *shlex.split(fix)]) == 0
+    assert (run / "tokenizer").read_bytes() == before
+    assert main(harness.words(config, run, "--allow_change=data,data.tokenizer")) == 0
+    assert (run / "tokenizer").read_bytes() != before
 
 
 def test_f5_a_run_is_repeated_from_its_own_config_bit_for_bit(half, tmp_path):

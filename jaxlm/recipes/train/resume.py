@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import batch_schedule, config
+from jaxlm.core import batch_schedule, config, disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import ANOTHER, CommandError, ConfigError, DataError, listed
@@ -137,6 +137,36 @@ def is_complete(meta: dict[str, Any] | None, run: Run, changes: list[Change]) ->
     if meta is None:
         return False
     return meta["step"] >= run.train.steps or (meta["finished"] and not changes)
+
+
+def check_same_tokenizer(
+    saved: dict[str, Any], current: dict[str, Any], options: ResumeOptions, workdir: Path
+) -> None:
+    """Raise ConfigError if a run would resume with a tokenizer of other ids.
+
+    A tokenizer that is trained on `data.train` differs if the text does, so to allow another text
+    is not to allow this. The file of the run would be replaced, and with it the only one that its
+    checkpoints can be read with.
+
+    Args:
+      saved: fingerprint of the data in the checkpoint.
+      current: fingerprint of the data of this start.
+      options: has the changes that are allowed.
+      workdir: the run directory.
+    """
+    path = "data.tokenizer"
+    if saved.get("tokenizer") == current.get("tokenizer") or path in options.allowed:
+        return
+    file = workdir / "tokenizer"
+    is_kept = file.is_file() and disk.sha256(file) == saved.get("tokenizer")
+    flag = shlex.quote(f"--config.{path}={file}")
+    raise ConfigError(
+        "the tokenizer differs from that of this run",
+        where=path,
+        why="its ids are rows of the model's embedding, and a tokenizer is trained again if the "
+        f"text changes; --allow_change={path} replaces {file}",
+        fix=f"{flag} --allow_change=data" if is_kept else ANOTHER,
+    )
 
 
 def check_data(

@@ -141,7 +141,8 @@ def run_training(
         if run.objective.compared_with is not None:
             compared = reference.find(context, begun_with, data.tokenizer.digest, notices.append)
         if point.meta:
-            saved = point.meta["data"]
+            saved, workdir = point.meta["data"], context.directory.path
+            resume.check_same_tokenizer(saved, data.fingerprint, options.resume, workdir)
             point.changes += resume.check_data(saved, data.fingerprint, options.resume)
         if source:
             check_tokenizer(source, data.tokenizer.digest)
