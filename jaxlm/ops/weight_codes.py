@@ -5,7 +5,7 @@ import itertools
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float
 
 from jaxlm.ops import quantize
@@ -128,7 +128,8 @@ class WeightFormat:
             return leaves
         scales = leaves["scales"]
         scale = _repeated(leaves["scale_scales"], SCALES_BLOCK, scales.size)
-        scales = scales.astype(jnp.float32) * scale.reshape(scales.shape)
+        # The product is rounded before the sum, as in any other program: no fused multiply-add.
+        scales = lax.optimization_barrier(scales.astype(jnp.float32) * scale.reshape(scales.shape))
         # A rounded scale near 0 must not change the sign of its block.
         return {"codes": leaves["codes"], "scales": jnp.maximum(scales + leaves["scale_mean"], 0.0)}
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxlm.nn.embedding import Embedding
@@ -252,7 +252,8 @@ class QuantizedEmbedding(StoredWeight, Embedding):
             name: leaf.T.at[ids.reshape(-1)].get(mode="promise_in_bounds").T
             for name, leaf in leaves.items()
         }
-        values = self.format.dequantize(rows, self.width).T
+        # Rounded before positions are added, as a float table is: no fused multiply-add.
+        values = lax.optimization_barrier(self.format.dequantize(rows, self.width).T)
         return values.reshape(*ids.shape, self.width).astype(self.precision.params)
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -327,7 +327,7 @@ def test_the_new_place_of_a_base_is_recorded(config, base, tmp_path, capsys):
         recorded = json.loads((run / "base.json").read_text())["run"]
         assert recorded == str(old if code else new)
     assert main(["eval", f"--workdir={run}"]) == 0
-    assert f"{old / 'tokenizer'} is gone" in capsys.readouterr().out
+    assert f"{old / 'tokenizer'} does not exist here" in capsys.readouterr().out
 
 
 @pytest.mark.slow
