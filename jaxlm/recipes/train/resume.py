@@ -73,9 +73,9 @@ def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str
 def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[Change]:
     """Return the changes of a config with which a run is resumed.
 
-    Logging, checkpoints and layout may change, and `train.steps` if neither the schedule nor the
-    average of the parameters depends on it. Other changes need to be allowed, setting by setting. Raises ConfigError if a change is not
-    allowed; it lists all of them.
+    Logging, checkpoints and layout may change, and `train.steps` if the schedule and the average of
+    the parameters do not depend on it. Other changes need to be allowed, setting by setting. Raises
+    ConfigError if a change is not allowed; it lists all of them.
     """
     changes = config.diff(saved, run)
     refused = [
