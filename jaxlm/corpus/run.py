@@ -110,6 +110,7 @@ def run(
             with engines.opened(engine, workers, log, progress) as run_units:
                 seconds, size = _do(job, left, run_units, log)
         answer = _concluded(job, log)
+        disk.remove_partial(out)
         shutil.rmtree(out / WORK)
     return Outcome(answer, time.perf_counter() - begun, seconds, size)
 
