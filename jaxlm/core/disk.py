@@ -50,6 +50,13 @@ def replace(target: Path, content: bytes) -> None:
         raise
 
 
+def remove_partial(folder: Path) -> None:
+    """Remove the files that killed processes left of `replace`; no process may write the folder."""
+    for path in folder.glob(".*.tmp"):
+        if path.name.split(".")[-2].isdecimal():
+            path.unlink(missing_ok=True)
+
+
 def check_local(place: str | os.PathLike[str], flag: str) -> None:
     """Raise NotWritable if an output path is a URL, which would become a local folder."""
     text = os.fspath(place)

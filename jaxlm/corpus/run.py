@@ -13,6 +13,7 @@ OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      totals; written last, so its presence means finished
 OUT/report.html                      the same for people, with samples
 OUT/shards/                          token shards, if the recipe requests them: mix/run.py
+OUT/.times.json                      modification times of the files that were read
 OUT/unfinished/                      intermediate files; deleted at the end
 
 Example:
@@ -31,7 +32,7 @@ import shlex
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,16 @@ from jaxlm.corpus.files import FileDigest, changed, is_whole
 from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.corpus.report import page, report
-from jaxlm.corpus.unit import CleaningTask, changed_since, cleaned, finished, output, verdict
+from jaxlm.corpus.unit import (
+    CleaningTask,
+    changed_since,
+    changed_since_the_end,
+    cleaned,
+    finished,
+    keep_times,
+    output,
+    verdict,
+)
 
 LOCK = ".lock"
 
@@ -99,7 +109,8 @@ def run(
         if left:
             with engines.opened(engine, workers, log, progress) as run_units:
                 seconds, size = _do(job, left, run_units, log)
-        answer = _concluded(job)
+        answer = _concluded(job, log)
+        disk.remove_partial(out)
         shutil.rmtree(out / WORK)
     return Outcome(answer, time.perf_counter() - begun, seconds, size)
 
@@ -127,18 +138,25 @@ def _drop_stale_units(job: Job, is_compared: bool, log: Log) -> None:
     for number, pieces in enumerate(job.units):
         if not (cleaned(job, number).exists() and (names := changed_since(job, number, pieces))):
             continue
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:
-            log(
-                f"{names[0]}{others} changed after it was read; its old contents are kept, because"
-                f" all units are compared. --out={job.out}-2 reads it again"
-            )
+            log(_kept_contents(job, names))
         else:
-            log(f"{names[0]}{others} changed after it was read: unit {number} is cleaned again")
+            log(f"{_changed(names)}: unit {number} is cleaned again")
             shutil.rmtree(cleaned(job, number))
 
 
-def _concluded(job: Job) -> dict[str, Any]:
+def _kept_contents(job: Job, names: Sequence[str]) -> str:
+    """Return the line about files that are not read again."""
+    why = "its old contents are kept, because all units are compared"
+    return f"{_changed(names)}; {why}. --out={job.out}-2 reads it again"
+
+
+def _changed(names: Sequence[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{others} changed after it was read"
+
+
+def _concluded(job: Job, log: Log) -> dict[str, Any]:
     """Write the report, or verify every file of a finished run; return the report."""
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
@@ -151,7 +169,11 @@ def _concluded(job: Job) -> dict[str, Any]:
             if is_done and not is_whole(path, FileDigest(**fields)):
                 raise changed(path)
             files[path.relative_to(job.out).as_posix()] = fields
-    if not is_done:
+    if is_done:
+        if names := changed_since_the_end(job):
+            log(_kept_contents(job, names))
+    else:
+        keep_times(job)
         clusters = verdict(job, 0).with_name(CLUSTERS)
         disk.replace(job.out / CLUSTERS, clusters.read_bytes() if clusters.exists() else b"")
     answer = report(job, parts, dict(sorted(files.items())))

@@ -4,16 +4,18 @@ Both halves write under a temporary name and rename at the end, so a unit exists
 all. The output depends on the recipe and the files alone.
 """
 
+import collections
 import dataclasses
 import functools
 import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxlm.core import faults
+from jaxlm.core import disk, faults
 from jaxlm.corpus import stages
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
@@ -28,6 +30,7 @@ from jaxlm.data import cache
 from jaxlm.data.stores import is_url
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
+TIMES = ".times.json"  # of the files of a finished run
 CUT, NOTHING_LEFT, BLANK = "cut", "nothing_left", "read.blank"
 
 Seconds = defaultdict[str, float]  # CPU seconds by stage
@@ -40,9 +43,35 @@ def cleaned(job: Job, number: int) -> Path:
 
 def changed_since(job: Job, number: int, pieces: list[FilePart]) -> list[str]:
     """Return the files of a cleaned unit that were written since; remote files never count."""
+    return _written_since(times_of(job, number), pieces)
+
+
+def times_of(job: Job, number: int) -> dict[str, int | None]:
+    """Return the modification time of each file of a cleaned unit, as it was read."""
     done = json.loads((cleaned(job, number) / DONE).read_text(encoding="utf-8"))
+    times: dict[str, int | None] = done["times"]
+    return times
+
+
+def keep_times(job: Job) -> None:
+    """Write the modification times of all files, as they were read, for later starts."""
+    times = [times_of(job, number) for number in range(len(job.units))]
+    content = dict(sorted(collections.ChainMap(*times).items()))
+    disk.replace(job.out / TIMES, json.dumps(content).encode())
+
+
+def changed_since_the_end(job: Job) -> list[str]:
+    """Return the files of a finished run that were written since they were read."""
+    path = job.out / TIMES
+    if not path.exists():  # a run of an earlier version
+        return []
+    pieces = [piece for unit in job.units for piece in unit]
+    return _written_since(json.loads(path.read_bytes()), pieces)
+
+
+def _written_since(times: Mapping[str, int | None], pieces: list[FilePart]) -> list[str]:
     now = _times(pieces)
-    return [name for name, before in done["times"].items() if now[name] != before]
+    return [name for name, before in times.items() if now.get(name) != before]
 
 
 def finished(job: Job, number: int) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxlm.corpus import ngrams
 from jaxlm.evals import statistics
+from jaxlm.evals.metrics import LOSSES
 
 WORDS = 13  # of a run; Brown et al. 2020, arXiv:2005.14165, appendix C
 LEAST_WORDS = 5  # of an item that is searched for: shorter ones are everywhere
@@ -83,7 +84,10 @@ def _estimates(lines: list[dict[str, Any]]) -> dict[str, Any]:
     groups = [line["group"] for line in lines]
     metrics = {
         name: statistics.estimate(
-            [float(line["metrics"][name]) for line in lines], weights, groups
+            [float(line["metrics"][name]) for line in lines],
+            weights,
+            groups,
+            is_share=name not in LOSSES,
         )._asdict()
         for name in (lines[0]["metrics"] if lines else ())
     }

@@ -25,8 +25,12 @@ BINS = 15
 
 
 def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
-    """Return weight, weighted confidence and accuracy of BINS bins (i / BINS, (i + 1) / BINS]."""
+    """Return weight, weighted confidence and accuracy of BINS bins (i / BINS, (i + 1) / BINS].
+
+    A confidence that is not a number is in the first bin, and makes the error not a number.
+    """
     index = jnp.clip(jnp.ceil(confidence.ravel() * BINS) - 1, 0, BINS - 1)
+    index = jnp.where(jnp.isnan(index), 0, index)
     inside = (index[:, None] == jnp.arange(BINS, dtype=index.dtype)[None]).astype(jnp.float32)
     weight = weights.ravel()
     parts = jnp.stack([weight, weight * confidence.ravel(), weight * correct.ravel()])

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 Metric = Literal["normalized_match", "f1", "rouge_1", "rouge_2", "rouge_l", "bleu", "chrf"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+LOSSES = ("bits_per_byte", "nats_per_token")  # lower is better; other metrics are shares
 OF_CORPORA: tuple[Metric, ...] = ("bleu", "chrf")  # by sacrebleu; also computed for all items
 DRAWS = 1000  # of the bootstrap of corpus scores
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -55,7 +55,7 @@ def evaluate(
         values = np.repeat(
             [1.0, rest, 0.0], [int(right), 1 if rest else 0, round(count - right - rest)]
         )
-        interval = statistics.estimate(values)
+        interval = statistics.estimate(values, is_share=True)
         figures |= {f"{ACCURACY}_low": interval.low, f"{ACCURACY}_high": interval.high}
         figures["pairs"] = int(count)
     return figures

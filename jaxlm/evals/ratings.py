@@ -181,7 +181,7 @@ def _pair_result(
     prompts = [decided[number].id for number in inside]
     win_rate = Estimate(0.5, None, None, None)
     if scores:
-        win_rate = statistics.estimate(scores, None, prompts)
+        win_rate = statistics.estimate(scores, None, prompts, is_share=True)
         weight_dn = weight_dn[:, inside]
         drawn_d = weight_dn.sum(1)
         means = (weight_dn @ np.asarray(scores))[drawn_d > 0] / drawn_d[drawn_d > 0]

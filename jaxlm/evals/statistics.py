@@ -28,7 +28,10 @@ Values = Sequence[float] | Float[np.ndarray, "n"]
 
 
 class Estimate(NamedTuple):
-    """A mean, its standard error and its 95% interval; None if there is a single group."""
+    """A mean, its standard error and its 95% interval; None if there is a single group.
+
+    The interval is also None if all values are equal, which have no spread, and are no shares.
+    """
 
     mean: float
     standard_error: float | None
@@ -62,14 +65,24 @@ class Difference:
 
 
 def estimate(
-    values: Values, weights: Values | None = None, groups: Sequence[Any] | None = None
+    values: Values,
+    weights: Values | None = None,
+    groups: Sequence[Any] | None = None,
+    *,
+    is_share: bool = False,
 ) -> Estimate:
     """Return the weighted mean of items, its clustered standard error and its 95% interval.
 
-    The interval of values 0 and 1 is Wilson's, which stays inside [0, 1] and has a width even if
-    all values are equal; with groups or weights its number of items is the effective one,
-    p (1 - p) / se^2. Other values have the interval of Student's t with groups - 1 degrees of
-    freedom.
+    The interval of values 0 and 1, and of other shares, is Wilson's, which stays inside [0, 1] and
+    has a width even if all values are equal; with groups, weights or values between 0 and 1 its
+    number of items is the effective one, p (1 - p) / se^2. Other values have the interval of
+    Student's t with groups - 1 degrees of freedom, and none if all are equal.
+
+    Args:
+      values: those of the items.
+      weights: those of the items; all equal without them.
+      groups: the name of the group of each item.
+      is_share: the values are from 0 to 1 by their definition, as the half of a tie or an F1.
 
     Raises ValueError without items or without weight.
 
@@ -83,13 +96,18 @@ def estimate(
     if error is None and len(value_n) > 1:
         return Estimate(mean, None, None, None)
     is_simple = count == len(value_n) and np.ptp(weight_n) == 0
-    if np.isin(value_n, (0.0, 1.0)).all():
-        variance = mean * (1 - mean)
-        size = float(count if is_simple or not error else min(variance / error**2, len(value_n)))
-        score = wilson.SCORE if is_simple else _student(count - 1)
-        return Estimate(mean, error, *wilson.interval(mean, size, score))
-    if error is None:
-        return Estimate(mean, None, None, None)
+    is_binary = bool(np.isin(value_n, (0.0, 1.0)).all())
+    has_spread = error is not None and error > ROUNDING * abs(mean)
+    if is_binary or (is_share and _are_shares(value_n)):
+        share, size = min(max(mean, 0.0), 1.0), float(count)
+        if error is not None and has_spread and not (is_simple and is_binary):
+            size = share * (1 - share) / error**2
+            size = min(size, len(value_n)) if is_binary else size
+        is_normal = count < 2 or (is_simple and is_binary)
+        score = wilson.SCORE if is_normal else _student(count - 1)
+        return Estimate(mean, error, *wilson.interval(share, size, score))
+    if error is None or not has_spread:
+        return Estimate(mean, error, None, None)
     reach = _student(count - 1) * error
     return Estimate(mean, error, mean - reach, mean + reach)
 
@@ -173,6 +191,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(order))
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return adjusted.tolist()
+
+
+def _are_shares(value_n: Float[np.ndarray, "n"]) -> bool:
+    """Return whether all values are from 0 to 1, up to rounding."""
+    return bool((np.abs(value_n - 0.5) <= 0.5 + ROUNDING).all())
 
 
 def _checked(

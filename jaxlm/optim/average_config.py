@@ -69,22 +69,27 @@ def first_averaged_update(average: Ema | Swa, total: int, tokens_per_step: int |
     return average.begin.steps(total, tokens_per_step) + first
 
 
+def spans(average: Average) -> dict[str, Span]:
+    """Return the settings of an average that are spans of the run, by name."""
+    if isinstance(average, NoAverage):
+        return {}
+    known = {"begin": average.begin}
+    return known | {"every": average.every} if isinstance(average, Swa) else known
+
+
 def problems(
     average: Average, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the conflicts of an average with a run of `total` steps: (setting, why, fix)."""
     if isinstance(average, NoAverage):
         return
-    spans = {"begin": average.begin}
-    if isinstance(average, Swa):
-        spans["every"] = average.every
-    for name, span in spans.items():
+    for name, span in spans(average).items():
         if span.unit == "second":
             fix = f"--config.average.{name}={getattr(type(average)(), name)}"
             yield name, f"{span} is a time, not steps, tokens or a share", fix
             return
     # Spans in steps or tokens may be those of a longer run, see `cautions`.
-    if all(span.unit == "share" for span in spans.values()):
+    if all(span.unit == "share" for span in spans(average).values()):
         yield from _unreached(average, total, tokens_per_step)
 
 

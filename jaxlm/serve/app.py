@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import datetime
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -50,7 +51,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]):
+    def __init__(self, events: AsyncGenerator[bytes, None], cancel: Callable[[], None]):
         super().__init__(headers=SECURITY)
         del self.headers["content-length"]
         self._events, self._cancel = events, cancel
@@ -64,10 +65,13 @@ class EventStream(Response):
             self.on_end()
 
     async def _send(self, receive: Any, send: Any) -> None:
-        async with _cancelled_on_disconnect(receive, self._cancel):
+        async with (
+            contextlib.aclosing(self._events) as events,
+            _cancelled_on_disconnect(receive, self._cancel),
+        ):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                async for part in self._events:
+                async for part in events:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             except BaseException:
                 self._cancel()
@@ -212,11 +216,15 @@ class Server:
     def _log_call(self, request: HttpRequest, status: int, begun: float) -> None:
         """Write the line of a call that has ended, with its numbers of tokens if it drew any."""
         line = {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
             "method": request.method,
             "path": request.url.path,
             "status": status,
             "seconds": round(time.monotonic() - begun, 4),
         }
+        name = self._keys.name_of(request.headers.get("authorization", ""))
+        if name is not None:
+            line["key"] = name
         response: api.Response | None = getattr(request.state, "response", None)
         if response is not None:
             names = ("prompt_tokens", "completion_tokens")
@@ -288,12 +296,12 @@ class Server:
         async with _cancelled_on_disconnect(request.receive, results.cancel):
             async for number, delta in results.parts():
                 deltas[number].append(delta)
-        if results.is_cancelled:
-            raise guard.CLIENT_LEFT
         reasons = [parts[-1].reason for parts in deltas]
         answer = response.whole(deltas)  # counts the tokens of the usage
         request.state.response = response
         self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
+        if results.is_cancelled:
+            raise guard.CLIENT_LEFT
         for reason, failure in FAILURES.items():
             if reason in reasons:
                 raise failure
@@ -306,31 +314,33 @@ class Server:
         name = self._keys.name_of(request.headers.get("authorization", "")) or ""
         # With one salt, the time to the first token would show prompts of other clients.
         call = api.with_salt(call, name)
-        self.quotas.begin(name, sum(each.size for each in call.requests))
+        tokens = sum(each.size for each in call.requests)
+        self.quotas.begin(name, tokens)
         try:
             results = self.bridge.submit(call.requests)
         except RefusedRequest:
-            self.quotas.end(name)
+            self.quotas.withdraw(name, tokens)
             raise
         results.on_end = functools.partial(self.quotas.end, name)
         return results
 
     async def _events(
         self, results: Results, response: api.Response, begun: float
-    ) -> AsyncIterator[bytes]:
-        reasons, last = [], None
-        async for number, delta in results.parts():
-            now = time.monotonic()
-            self.metrics.observe_delta(now - (last or begun), is_first=last is None)
-            last = now
-            if delta.reason in FAILURES:
-                yield api.event(FAILURES[delta.reason].as_json())
-                results.cancel()
-            else:
-                yield response.chunk(number, delta)
-            if delta.reason is not None:
-                reasons.append(delta.reason)
-        self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
+    ) -> AsyncGenerator[bytes, None]:
+        reasons, last = ["cancelled"] * len(results.tickets), None
+        try:
+            async for number, delta in results.parts():
+                reasons[number] = delta.reason or reasons[number]
+                if delta.reason not in FAILURES:
+                    now = time.monotonic()
+                    self.metrics.observe_delta(now - (last or begun), is_first=last is None)
+                    last = now
+                    yield response.chunk(number, delta)
+                elif not results.is_cancelled:  # the other choices end with the first that fails
+                    yield api.event(FAILURES[delta.reason].as_json())
+                    results.cancel()
+        finally:  # also if the client does not read
+            self.metrics.finish(response.usage, reasons, time.monotonic() - begun)
         yield response.last()
 
     async def _fields(self, request: HttpRequest) -> Fields:

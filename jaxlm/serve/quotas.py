@@ -83,6 +83,13 @@ class Quotas:
             allowance.take(amount)
         self._running[name] += 1
 
+    def withdraw(self, name: str, tokens: int) -> None:
+        """Give back what a call took that was refused after `begin`, by a full queue."""
+        self.end(name)
+        for what, amount in (("calls", 1), ("tokens", tokens)):
+            if (allowance := self._allowances.get((name, what))) is not None:
+                allowance.take(-amount)
+
     def end(self, name: str) -> None:
         """Count the end of a call."""
         self._running[name] -= 1

@@ -41,6 +41,18 @@ def test_a_new_name_and_that_the_old_one_is_gone_are_on_the_disk(tmp_path, synce
     assert sorted(synced) == [("from", set()), ("to", {"y"})]
 
 
+def test_what_killed_processes_left_of_a_file_is_removed_and_nothing_else(tmp_path):
+    for name in (".a.json.17.tmp", ".a.tmp", "b.17.tmp", ".lock", "a.json"):
+        (tmp_path / name).touch()
+    disk.remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".a.tmp",
+        ".lock",
+        "a.json",
+        "b.17.tmp",
+    ]
+
+
 def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_over(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(IsADirectoryError):

@@ -71,6 +71,7 @@ def removed() -> dict[str, list[dict[str, Any]]]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder but its lock."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    """Every file below a folder but its lock and the times of its inputs."""
+    others = ".lock", ".times.json"
+    files = (x for x in sorted(folder.rglob("*")) if x.is_file() and x.name not in others)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

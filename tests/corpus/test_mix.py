@@ -173,8 +173,11 @@ def test_where_corpora_lie_changes_no_byte_of_their_shards(sources, capsys, here
 def test_a_finished_mix_is_checked_and_another_is_refused(sources, capsys):
     first = mix(capsys, *SETTINGS)
     Path("out/unfinished").mkdir()
+    partial = Path("out/.mix.json.7.tmp")  # of a kill: --copy_to would copy the file
+    partial.touch()
     assert mix(capsys, *SETTINGS) == first
     assert not Path("out/unfinished").exists()
+    assert not partial.exists()
     error = mix(capsys, *SETTINGS, "--config.held_out=0.1", code=2)["error"]
     assert error["fix"] == "--out=out-2"
     path = Path("out/train/web/tokens-00001.bin")

@@ -149,6 +149,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(crawl, capsys, point):
     assert command("--out=out", JAXLM_FAULTS=point).returncode == -signal.SIGKILL
     assert not Path("out/report.json").exists()
     begun = {path: path.stat().st_mtime_ns for path in Path("out").rglob("done.json")}
+    Path("out/.report.json.7.tmp").touch()  # of a kill while the report was written
     run(capsys, *ALL)
     assert begun or point.startswith("prepare.clean")
     whole = tree(Path("out"))
@@ -275,6 +276,22 @@ def test_a_finished_run_is_checked_and_not_done_again(crawl, capsys):
     path.write_bytes(path.read_bytes().replace(b"river", b"rover", 1))
     error = run(capsys, *ALL, code=65)["error"]
     assert error["where"] == "out/kept/00000.jsonl"
+
+
+def test_a_file_that_was_written_after_the_end_of_a_run_is_named(crawl, capsys):
+    """It has as many bytes as before: the folder has the old ones, and is not written again."""
+    run(capsys, *ALL)
+    before = tree(Path("out"))
+    done = command("--out=out")
+    assert "changed after it was read" not in done.stdout + done.stderr
+    changed = Path("in/0.jsonl")
+    changed.write_bytes(changed.read_bytes().replace(b"someone0@", b"another0@"))
+    done = command("--out=out")
+    assert done.returncode == 0, done.stderr
+    line = "in/0.jsonl changed after it was read; its old contents are kept"
+    assert line in done.stdout + done.stderr
+    assert "--out=out-2" in done.stdout + done.stderr
+    assert tree(Path("out")) == before
 
 
 def test_another_recipe_or_other_files_are_refused_with_what_differs(crawl, capsys):

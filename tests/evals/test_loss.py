@@ -192,5 +192,17 @@ def test_the_error_is_that_of_a_hand_made_diagram():
     assert result.expected_error == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("others", [[], [0.5]])
+def test_confidences_that_are_not_numbers_have_an_error_that_is_none(others):
+    """It was 0 if there was no other one: the best that a model can have."""
+    confidence = jnp.array([jnp.nan, jnp.nan, *others])
+    result = Reliability.of(np.asarray(bin_sums(confidence, confidence > 0, confidence < 2)))
+    assert sum(result.count) == len(others)
+    ones = jnp.ones(len(confidence))
+    result = Reliability.of(np.asarray(bin_sums(confidence, 0 * ones, ones)))
+    assert sum(result.count) == len(confidence)
+    assert np.isnan(result.expected_error)
+
+
 def test_nothing_has_no_error():
     assert Reliability.of(np.zeros((3, 15))).expected_error == 0.0

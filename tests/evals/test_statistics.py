@@ -36,6 +36,19 @@ def test_95_of_100_intervals_of_a_share_contain_it(items):
     assert 0.94 <= np.mean(inside) <= 0.96
 
 
+@pytest.mark.parametrize("items", [12, 200])
+def test_95_of_100_intervals_of_a_win_rate_with_ties_contain_it(items):
+    rng = np.random.default_rng(6)
+    inside, ends = [], []
+    for share in rng.uniform(0.1, 0.9, DRAWS):
+        values = (rng.random((items, 2)) < share).mean(1)  # 0, one half or 1
+        interval = estimate(values, is_share=True)[2:]
+        inside.append(coverage([interval], share))
+        ends += interval
+    assert 0.94 <= np.mean(inside) <= 0.97
+    assert 0 <= min(ends) < max(ends) <= 1
+
+
 def test_95_of_100_clustered_intervals_contain_the_share():
     rng = np.random.default_rng(1)
     groups = np.repeat(np.arange(80), 5)
@@ -118,6 +131,29 @@ def test_holm_multiplies_by_the_number_of_hypotheses_that_are_left():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+def test_intervals_of_shares_stay_inside_0_and_1():
+    """Those of Student's t passed both ends."""
+    wins = [1.0] * 5 + [0.5]
+    low, high = estimate(wins, is_share=True)[2:]
+    assert 0.5 < low < np.mean(wins) < high <= 1
+    assert estimate(wins).high > 1
+    low, high = estimate([0.1, 0.0, 0.0], [3.0, 1.0, 1.0], list("abc"), is_share=True)[2:]
+    assert 0 <= low < 0.06 < high < 1
+    many = 0.6 + 0.01 * np.random.default_rng(0).standard_normal(400)  # narrower than yes or no
+    assert estimate(many, is_share=True)[2:] == pytest.approx(estimate(many)[2:], abs=1e-5)
+    assert estimate([2.0, 3.0, 4.0], is_share=True) == estimate([2.0, 3.0, 4.0])
+
+
+def test_equal_values_have_no_interval_without_a_width():
+    """Twenty ties do not show that runs are equal; equal losses have no spread to compute from."""
+    low, high = estimate([0.5] * 20, is_share=True)[2:]
+    assert (low, high) == pytest.approx((0.288, 0.712), abs=1e-3)  # of 19 degrees of freedom
+    assert estimate([0.5], is_share=True).high > 0.9
+    assert estimate([1.3] * 20) == pytest.approx((1.3, 0.0, None, None), abs=1e-12)
+    weighted = estimate([0.9] * 3, [0.1, 0.2, 0.7])
+    assert (weighted.low, weighted.high) == (None, None)
 
 
 def test_equal_values_and_single_items():

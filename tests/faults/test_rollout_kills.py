@@ -112,3 +112,26 @@ def test_kills_change_no_bit_of_a_run_with_rollouts(mode, prompts, tmp_path, req
         assert sum(each.get("tool_calls", 0) for each in steps) > 0
         texts = [each["text"] for each in records(whole, "rollouts.jsonl")]
         assert any(text.partition("</calculator>")[2] for text in texts)
+
+
+def test_a_kill_after_a_rewind_into_a_rollout_changes_no_bit_of_a_run_with_a_lag(prompts, tmp_path):
+    """The run continues with the second batch of rollout 3; those ahead of it are drawn then."""
+    settings = SETTINGS | MODES["lag"] | {"data.train": (str(prompts),), "train.steps": STEPS}
+    settings |= {"rl.lag": 2, "rl.updates": 1, "rl.epochs": 2, "reward.functions": ("length:3",)}
+    settings |= {"guard.budget": 2, "guard.skip": 3, "guard.rewind_steps": 2}
+    config = harness.write_config(tmp_path, settings | {"checkpoint.keep_last": 9})
+    bad = "batch:nan@5-6"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    code, output = harness.run(harness.words(config, whole), bad)
+    assert code == 0, output
+    (rewind,) = json.loads((whole / "rewinds.json").read_text())
+    assert (rewind["to"], rewind["low"], rewind["high"]) == (4, 4, 7)
+    words = harness.words(config, parts)
+    for fault in ("rewind:sigkill", "step.after:sigkill@6", "save.files:sigkill@7"):
+        code, output = harness.run(words, f"{bad},{fault}")
+        assert code == -signal.SIGKILL, (fault, output)
+    code, output = harness.run(words, bad)
+    assert code == 0, output
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(parts, name) == records(whole, name), name
+    assert harness.state_digest(parts) == harness.state_digest(whole)

@@ -1,5 +1,6 @@
 """The server as its clients see it: the `openai` package, and raw sockets."""
 
+import asyncio
 import base64
 import contextlib
 import dataclasses
@@ -18,14 +19,16 @@ from starlette.testclient import TestClient
 
 import jaxlm
 from jaxlm.cli.main import main
+from jaxlm.generate.requests import Delta
 from jaxlm.objectives.config import Mixture, Weights
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.use import load
 from jaxlm.serve import guard
 from jaxlm.serve import server as servers
 from jaxlm.serve.app import Server
-from jaxlm.serve.bridge import Bridge
-from jaxlm.serve.keys import ApiKeys, add_key
+from jaxlm.serve.bridge import Bridge, Results
+from jaxlm.serve.fields import RefusedRequest
+from jaxlm.serve.keys import ApiKeys, add_key, read_keys
 from jaxlm.serve.quotas import KeyLimits, Quotas
 from tests import machine
 
@@ -230,6 +233,79 @@ def test_the_line_of_a_call_is_written_at_its_end_with_its_tokens(running, is_st
     assert line["completion_tokens"] == 20
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_tokens_of_a_client_that_leaves_are_counted(running, monkeypatch, is_streamed):
+    """They were drawn: of a stream, of an answer as a whole, and if the sending fails."""
+    before, drawn = running.get("/metrics")[1], running.engine.counters.drawn_tokens
+    body = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "n": 2}
+    link = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    tick = running.engine.tick  # the choices must not end before the client leaves
+    monkeypatch.setattr(running.engine, "tick", lambda: (time.sleep(0.02), tick()))
+    link.sendall(posted(json.dumps(body | {"stream": is_streamed}).encode()))
+    limit = time.monotonic() + 60
+    while running.engine.counters.drawn_tokens < drawn + 20 and time.monotonic() < limit:
+        time.sleep(0.001)
+    link.close()
+    count = f"{CANCELLED} {cancelled(before) + 2:.1f}"
+    while count not in running.get("/metrics")[1] and time.monotonic() < limit:
+        time.sleep(0.01)
+    after = running.get("/metrics")[1]
+    assert count in after
+    drawn = running.engine.counters.drawn_tokens - drawn
+    assert 10 <= counted_tokens(after) - counted_tokens(before) <= drawn < 240
+
+
+CANCELLED = 'jaxlm:request_success_total{finished_reason="cancelled"}'
+
+
+def cancelled(metrics):
+    counted = re.search(f"^{re.escape(CANCELLED)} (.+)$", metrics, re.M)
+    return float(counted[1]) if counted else 0.0
+
+
+def events_of(deltas, sent=None):
+    """The events of a stream of two choices with these deltas, and the metrics after it."""
+    server = Server(Mock(engine=None), ApiKeys(None), print)
+    results = Results(Mock())
+    results.tickets = [Mock(), Mock()]
+    for part in deltas:
+        results.put(part)
+    response = Mock(usage={"prompt_tokens": 3, "completion_tokens": 5})
+    response.chunk = lambda number, delta: f"{number}: {delta.text}"
+    response.last = lambda: "end"
+
+    async def collect():
+        events = server._events(results, response, time.monotonic())
+        async with contextlib.aclosing(events):
+            return [await anext(events) for _ in range(sent)] if sent else [x async for x in events]
+
+    return asyncio.run(collect()), server.metrics.text()
+
+
+def test_a_stream_without_a_token_has_no_time_to_the_first_one():
+    failed = Delta("", (), (), "cancelled", ())
+    _, metrics = events_of([(0, failed), (1, failed)])
+    assert "jaxlm:time_to_first_token_seconds_count 0.0" in metrics
+    assert "jaxlm:inter_token_latency_seconds_count 0.0" in metrics
+    assert f"{CANCELLED} 2.0" in metrics
+
+
+def test_a_choice_that_fails_ends_the_stream_with_one_error():
+    """The other choice is canceled then, which is no error of the server."""
+    deltas = Delta("a", (5,), (), None, ()), Delta("", (), (), "grammar", ())
+    events, metrics = events_of([*enumerate(deltas), (0, Delta("", (), (), "cancelled", ()))])
+    assert [events[0], events[2:]] == ["0: a", ["end"]]
+    assert b"grammar became too complex" in events[1]
+    assert "jaxlm:time_to_first_token_seconds_count 1.0" in metrics
+    assert f"{CANCELLED} 1.0" in metrics
+
+
+def test_a_stream_that_cannot_be_sent_is_counted():
+    _, metrics = events_of([(0, Delta("a", (5,), (), None, ()))], sent=1)
+    assert "jaxlm:generation_tokens_total 5.0" in metrics
+    assert f"{CANCELLED} 2.0" in metrics
+
+
 @pytest.mark.parametrize(
     ("more", "status", "words"),
     [
@@ -401,12 +477,20 @@ def test_a_key_beyond_its_limits_answers_429_and_other_keys_are_answered(
         complete(clients[0])
     assert refused(clients[0]) == (429, "30")
     complete(clients[1])
+    names = [json.loads(line)["key"] for line in running.lines[-4:]]
+    first, second = read_keys(keys).values()
+    assert names == [first] * 3 + [second]
     clock[0] += 30
     complete(clients[0])
     limited(tokens=100)
     assert refused(clients[0], max_tokens=100) == (422, None)
     complete(clients[0], max_tokens=60)
     assert refused(clients[0], max_tokens=60)[0] == 429
+    limited(calls=1, tokens=100)
+    with monkeypatch.context() as patch:
+        patch.setattr(running.bridge, "submit", Mock(side_effect=RefusedRequest(429, "full")))
+        assert refused(clients[0], max_tokens=60)[0] == 429
+    complete(clients[0], max_tokens=60)  # the refused call took nothing from its key
     limited(running=1)
     tick = running.engine.tick  # the stream must not end before the other call arrives
     monkeypatch.setattr(running.engine, "tick", lambda: (time.sleep(0.1), tick()))

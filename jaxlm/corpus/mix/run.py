@@ -67,6 +67,7 @@ def run(
         if (out / MIX).exists():
             # Left by a process that was killed at the very end.
             shutil.rmtree(out / WORK, ignore_errors=True)
+            disk.remove_partial(out)
             return _verified(out)
         path = out / WORK / TOKENIZER
         content = None
@@ -87,6 +88,7 @@ def run(
         answer = _gathered(units, log)
         disk.replace(out / CARD, card(answer, units.sources).encode())
         disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
+        disk.remove_partial(out)
         shutil.rmtree(out / WORK)
         return answer
 

@@ -151,7 +151,10 @@ class _Part:
         groups: Any = np.asarray(self._groups)
         estimates = {}
         for name, values in self._values.items():
-            figures = statistics.estimate(values, self._weights, groups)._asdict()
+            is_share = name not in metrics.LOSSES
+            figures = statistics.estimate(
+                values, self._weights, groups, is_share=is_share
+            )._asdict()
             estimates[name] = figures | {"chance": chance if name.startswith("accuracy") else None}
         error = {}
         if self._confidences:

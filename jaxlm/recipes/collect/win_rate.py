@@ -84,7 +84,7 @@ def win_rate(
         "against": names[1],
         "judge": judge,
         "prompts": len(prompts),
-        "win_rate": statistics.estimate(means)._asdict(),
+        "win_rate": statistics.estimate(means, is_share=True)._asdict(),
         "wins": wins.count(1.0),
         "ties": wins.count(0.5),
         "losses": wins.count(0.0),

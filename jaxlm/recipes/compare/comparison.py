@@ -250,9 +250,7 @@ def points(run: RunSummary, split: str, metric: str) -> list[CurvePoint]:
         seconds.append(seconds[-1] + (step - steps[-1]) * duration)
         steps.append(step)
         tokens.append(record.get("tokens") or tokens[-1])
-    values = summary.values(run.records, split, metric)
-    if metric != "reward" and summary.has_rewards(run.records, split):
-        values = []  # negative rewards
+    values = summary.values(_scored(run, split, metric), split, metric)
     return [
         CurvePoint(
             step,
@@ -315,9 +313,15 @@ def _results(
 
 
 def _last(run: RunSummary, split: str, metric: str) -> Mapping[str, Any]:
-    scored = [r for r in run.records if r.get("split") == split and r.get(metric) is not None]
-    is_reward = metric != "reward" and summary.has_rewards(scored, split)
-    return scored[-1] if scored and not is_reward else {}
+    scored = _scored(run, split, metric)
+    return scored[-1] if scored else {}
+
+
+def _scored(run: RunSummary, split: str, metric: str) -> list[sinks.Record]:
+    """Return the records of a split that have a metric; none if its losses are negative rewards."""
+    if metric != "reward" and summary.has_rewards(run.records, split):
+        return []
+    return [r for r in run.records if r.get("split") == split and r.get(metric) is not None]
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from jaxlm.core.errors import CommandError
 from jaxlm.evals import statistics
+from jaxlm.evals.metrics import LOSSES
 from jaxlm.evals.statistics import Difference, Estimate
 from jaxlm.monitor import report, sinks
 from jaxlm.monitor.sinks import Shape
 
 EVALS, TASK, RESULTS, SAMPLES = "evals", "task.json", "results.json", "samples.jsonl"
-LOSSES = ("bits_per_byte", "nats_per_token")  # lower is better; other metrics are shares
 # Shares of answers with a property that a task counts: a higher one is not always better.
 COUNTS = ("refused", "listed_words", "classified")
 SIGNIFICANT = 0.05
@@ -247,14 +247,15 @@ def pair(
         a = [float(line["metrics"][metric]) for line, _ in lines]
         b = [float(line["metrics"][metric]) for _, line in lines]
         changes = list(zip(shared, a, b, strict=True))
+        is_share = metric not in LOSSES
         compared.append(
             TaskComparison(
                 task=result_a.name,
                 metric=metric,
                 run_a=f"{first}@{result_a.step}",
                 run_b=f"{other}@{result_b.step}",
-                a=statistics.estimate(a, weights, groups),
-                b=statistics.estimate(b, weights, groups),
+                a=statistics.estimate(a, weights, groups, is_share=is_share),
+                b=statistics.estimate(b, weights, groups, is_share=is_share),
                 difference=statistics.difference(a, b, weights, groups),
                 p_adjusted=None,
                 rises=[item for item, x, y in changes if y > x],

@@ -21,7 +21,7 @@ from jaxlm.data import mixture_config
 from jaxlm.models.cost.tensors import tensors
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
-from jaxlm.optim.schedule_config import spans
+from jaxlm.optim import average_config, schedule_config
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.api import ResumeOptions
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
@@ -73,9 +73,9 @@ def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str
 def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[Change]:
     """Return the changes of a config with which a run is resumed.
 
-    Logging, checkpoints and layout may change, and `train.steps` if the schedule does not depend on
-    it. Other changes need to be allowed, setting by setting. Raises ConfigError if a change is not
-    allowed; it lists all of them.
+    Logging, checkpoints and layout may change, and `train.steps` if the schedule and the average of
+    the parameters do not depend on it. Other changes need to be allowed, setting by setting. Raises
+    ConfigError if a change is not allowed; it lists all of them.
     """
     changes = config.diff(saved, run)
     refused = [
@@ -230,11 +230,12 @@ def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int)
     if change.path == "train.steps" and run.train.steps >= completed:
         warmups = (*run.train.batch_warmup, *run.data.sequence_warmup)
         moving = [  # a share depends on the number of steps
-            *spans(run.schedule).values(),
+            *schedule_config.spans(run.schedule).values(),
+            *average_config.spans(run.average).values(),
             *mixture_config.change_spans(run.data.mixture),
             *(batch_schedule.parse(entry)[1] for entry in warmups),
         ]
-        if all(span.unit != "share" for span in moving):
+        if all(span.unit != "share" or not span.amount for span in moving):
             return True
     return is_in(allowed)
 

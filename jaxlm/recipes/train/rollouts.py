@@ -174,7 +174,7 @@ class Rollouts(contextlib.ExitStack):
             number = loaders.batch_number(step, skips)
             rollout, part = divmod(number, rl.steps)
             with self._context.processes.watch.phase("data"):
-                if part == 0 or rollout not in self._drawings:
+                if noted != rollout:  # a rewind may leave out the first batches of a rollout
                     self._draw_ahead(rollout, step + 1)
                 drawing = self._drawings[rollout].result()
             if noted != rollout:

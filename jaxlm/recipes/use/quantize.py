@@ -20,6 +20,7 @@ from jaxlm.core import tree
 from jaxlm.core.callbacks import Log
 from jaxlm.core.errors import EARLIER_STEP, CommandError, ConfigError, DataError, JaxlmError
 from jaxlm.data.loader import Loader
+from jaxlm.evals.tasks import scoring
 from jaxlm.ops import integer_product
 from jaxlm.ops.kernels import INTEGERS
 from jaxlm.recipes import setup
@@ -114,6 +115,7 @@ def quantize(
     if not opened.run.objective.has_reward_head:  # whose distributions are those of no text
         say("comparing the distributions of both")
         divergence = model_difference.divergence(opened, rounded, loader)
+    answers = _answers(options, rounded)
     answer = {
         "workdir": str(options.out),
         "step": opened.step,
@@ -124,9 +126,7 @@ def quantize(
         "unread_experts": unread,
         "loss_growth": growth,
         **divergence,
-        "tasks": model_difference.answers(
-            models, prepared, (options.workdir, _unfinished(options)), say
-        ),
+        "tasks": model_difference.answers(models, prepared, (options.workdir, answers), say),
         **table,
     }
     _check(answer, allowed, options)
@@ -135,7 +135,7 @@ def quantize(
     store = Store(options.workdir / "checkpoints", CheckpointConfig(), read_only=True)
     base = load.InitSource(opened.run, store, opened.step)
     with RunDir(options.out) as directory:
-        directory.copy_folder(_unfinished(options) / tasks.EVALS, tasks.EVALS)
+        directory.copy_folder(answers / tasks.EVALS, tasks.EVALS)
         copy_hub_files(options.workdir, directory)
         directory.write_json(load.BASE, base.record())
         tokenizer = (options.workdir / "tokenizer").read_bytes()
@@ -163,6 +163,15 @@ def _check_plain(opened: LoadedRun) -> None:
 def _unfinished(options: QuantizeOptions) -> Path:
     """Return the folder of the layers that are finished before the run is written."""
     return options.out.with_name(f"{options.out.name}.partial")
+
+
+def _answers(options: QuantizeOptions, rounded: LoadedRun) -> Path:
+    """Return the folder of the answers of these codes; a refused attempt has others.
+
+    Schemes with the same codes multiply them differently.
+    """
+    identity = f"{options.scheme} {scoring.weights_digest(rounded.params)}"
+    return _unfinished(options) / hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def _allowed(options: QuantizeOptions) -> dict[str, float]:

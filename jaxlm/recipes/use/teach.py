@@ -129,6 +129,8 @@ def teach(run: Run, options: TeachOptions, say: Log = lambda _: None) -> dict[st
             sets = {name: pass_.writers[name].finish() for name in sorted(shards)}
             teacher.write_facts(partial, facts, sets)
             faults.point("teach.finish")
+            for folder in (partial, *partial.glob("*/")):
+                disk.remove_partial(folder)
             for name in (PROGRESS, LOCK):
                 (partial / name).unlink()
             disk.rename(partial, options.out)

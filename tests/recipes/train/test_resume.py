@@ -1,6 +1,11 @@
+import dataclasses
+
 import pytest
 
 from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.span import Span
+from jaxlm.optim.average_config import Ema, NoAverage, Swa
+from jaxlm.optim.schedule_config import Constant
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import resume
 from jaxlm.recipes.train.api import ResumeOptions
@@ -78,3 +83,28 @@ def test_more_passes_over_the_data_need_more_steps():
         with pytest.raises(ConfigError) as caught:
             resume.check(saved, saved.changed({"train.epochs": epochs}), ResumeOptions(), 40)
         assert caught.value.fix.splitlines()[1] == fix
+
+
+@pytest.mark.parametrize(
+    ("average", "is_free"),
+    [
+        (NoAverage(), True),
+        (Ema(), True),  # from the first update on: 0% of any number
+        (Ema(begin=Span.parse("50%")), False),
+        (Swa(begin=Span.parse(75)), False),  # a cycle is 1% of the steps
+        (Swa(begin=Span.parse(75), every=Span.parse(1)), True),
+    ],
+)
+def test_more_steps_are_allowed_if_they_move_neither_the_schedule_nor_the_average(average, is_free):
+    """An average that began at update 50 would begin again at 100, with the parameters there."""
+    schedule = Constant(warmup=Span.parse(10))
+    saved = dataclasses.replace(Run(), schedule=schedule, average=average)
+    saved = saved.changed({"train.steps": 100})
+    more = saved.changed({"train.steps": 200})
+    if is_free:
+        (change,) = resume.check(saved, more, ResumeOptions(), 100)
+        assert change.path == "train.steps"
+        return
+    with pytest.raises(ConfigError, match="1 setting differs") as caught:
+        resume.check(saved, more, ResumeOptions(), 100)
+    assert "--allow_change=train.steps" in caught.value.fix

@@ -21,6 +21,7 @@ from jaxlm.core import config, disk, faults, tree
 from jaxlm.core.errors import DataError
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.teacher import StoredTeacher
+from jaxlm.evals.tasks import scoring
 from jaxlm.generate.sampler import Sampler
 from jaxlm.recipes.compare import summary
 from jaxlm.recipes.config import Run
@@ -193,6 +194,33 @@ def test_tasks_that_change_where_the_loss_hardly_does_are_refused(run, tmp_path,
     assert answer["loss_growth"] < 0.02
     assert json.loads(next(out.glob("evals/next.*/results.json")).read_text())["items"] == 1000
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.slow
+def test_results_of_codes_that_were_refused_are_not_those_of_the_run(
+    run, tmp_path, capsys, monkeypatch
+):
+    """The folder of the unfinished run keeps them, as the same command may follow."""
+    (tmp_path / "items.jsonl").write_text(json.dumps({"a": "x", "b": "y"}) + "\n")
+    (tmp_path / "one.toml").write_text(
+        'kind = "choice"\nitems = "items.jsonl"\ncontext = "{{ a }}"\n'
+        'choices = ["{{ a }}", "{{ b }}"]\nanswer = "0"\n'
+    )
+    out = tmp_path / "out"
+    words = ["quantize", f"--workdir={run}", f"--out={out}", f"--tasks={tmp_path}/one.toml"]
+
+    def refused(*_):
+        raise QualityLost("too much", where="", why="", fix="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "_check", refused)
+        assert call(capsys, *words, "--scheme=int4")[0] == 1
+    assert len([*(tmp_path / "out.partial").glob("*/evals/one.*")]) == 1
+    assert call(capsys, *words, "--scheme=nf4", "--allow=loss:50%")[0] == 0
+    (folder,) = out.glob("evals/*")
+    opened = load.load_run(out)
+    weights = json.loads((folder / "task.json").read_text())["weights"]
+    assert weights == scoring.weights_digest(opened.params)
 
 
 def test_the_limits_that_are_exceeded_are_in_the_fix():
