@@ -106,7 +106,7 @@ def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     words = ["data", "mix", "--out=out", *SETTINGS, "--config.held_out=1e-6"]
     assert main(words) == 0
     output = capsys.readouterr().out
-    assert "the source code has no document in validation: it is too small" in output
+    assert "the source code has no document in validation: too few are left" in output
     assert "'--config.data.validation=()'" in output
     assert re.search(
         r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", output
@@ -131,6 +131,16 @@ def test_weights_leave_documents_out_until_the_shares_are_right(sources, capsys)
     assert answer["web"]["share"] == pytest.approx(2 / 3, abs=0.08)
     assert answer["web"]["left_out"] == {"by its source's weight": 80 - answer["web"]["documents"]}
     assert "was taken, for the weights" in Path("out/CARD.md").read_text()
+
+
+def test_a_share_that_is_far_from_its_weight_is_printed(sources, capsys):
+    words = ["data", "mix", *SETTINGS]
+    assert main([*words, "--out=near", "--config.weights=web=2,code=1"]) == 0
+    assert "its weight is" not in capsys.readouterr().out
+    assert main([*words, "--out=far", "--config.weights=web=1,code=50"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"the source web has \d\.\d% of the bytes, and its weight is 2\.0%", output)
+    assert "--config.data.mixture.weights=web=1,code=50" in output
 
 
 @pytest.mark.slow

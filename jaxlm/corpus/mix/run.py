@@ -32,7 +32,7 @@ from jaxlm.corpus.files import changed
 from jaxlm.corpus.job import RECIPE, WORK, other_files
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
-from jaxlm.corpus.mix.config import Mix
+from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixUnits, TokenizeTask
 from jaxlm.corpus.run import output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
@@ -43,6 +43,7 @@ from jaxlm.data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 MIX, CARD = "mix.json", "CARD.md"
+FAR = 0.2  # of a weight: how far the share of a source may be from it without a line in the log
 
 
 def run(
@@ -162,7 +163,7 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
                 gather(target, parts, left_out[source.name])
                 sets.setdefault(side, {})[source.name] = _described(target)
             else:
-                log(f"the source {source.name} has no document in {side}: it is too small")
+                log(f"the source {source.name} has no document in {side}: too few are left")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
@@ -171,9 +172,27 @@ def _gathered(units: MixUnits, log: Log) -> dict[str, Any]:
         flags = f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
         fix = flags if units.mix.held_out else "weights that drop fewer documents"
         raise DataError(what, where="held_out and weights", why=why, fix=fix)
+    for line in _uneven(units.mix, sets[TRAIN]):
+        log(line)
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
     tokenizer = {"sha256": made.tokenizer, "size": made.vocab}
     return {"format_version": FORMAT_VERSION, "tokenizer": tokenizer, "sets": sets}
+
+
+def _uneven(mix: Mix, train: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each source whose share of the bytes is far from its weight."""
+    weights = {name: float(text) for name, text in named(mix.weights).items()}
+    total = sum(each["bytes"] for each in train.values())
+    for name, weight in weights.items():
+        share = train[name]["bytes"] / total if name in train else 0.0
+        wanted = weight / sum(weights.values())
+        if abs(share - wanted) > FAR * wanted:
+            flag = shlex.quote(f"--config.data.mixture.weights={','.join(mix.weights)}")
+            yield (
+                f"the source {name} has {share:.1%} of the bytes, and its weight is {wanted:.1%}: "
+                "each document is dropped or kept by chance, and these are few or long; "
+                f"--config.data.mixture.name=weights {flag} draws them in these proportions"
+            )
 
 
 def _described(folder: Path) -> dict[str, Any]:
