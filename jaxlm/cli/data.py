@@ -275,7 +275,7 @@ def _clean(args: Any, out: Output) -> int:
     """Run a recipe and show its funnel."""
     from jaxlm.corpus.config import Recipe
     from jaxlm.corpus.mix import after
-    from jaxlm.corpus.report import table
+    from jaxlm.corpus.report import nothing_kept, table
     from jaxlm.corpus.run import run as prepare
 
     at_least_one("jaxlm data run", args, "workers")
@@ -321,6 +321,8 @@ def _clean(args: Any, out: Output) -> int:
     if shards:
         lines += _mixed(shards, f"{args.out}/{after.SHARDS}")
         answer[after.SHARDS] = shards
+    elif not outcome.report["kept"]:
+        lines.append(nothing_kept(outcome.report, folder, recipe.text_key))
     else:
         data = {"data.train": f"{args.out}/kept/*.jsonl", "data.validation": "5%"}
         lines.append(train_next(args.out, data))

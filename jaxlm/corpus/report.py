@@ -4,8 +4,9 @@ import functools
 import itertools
 import json
 import operator
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,6 +17,7 @@ from jaxlm.corpus.dedup.minhash import recall
 from jaxlm.corpus.document import Counts
 from jaxlm.corpus.filters.blocklists import evaluations
 from jaxlm.corpus.job import FORMAT_VERSION, Job, part_of
+from jaxlm.data.records import NO_TEXT
 from jaxlm.monitor.report import CONTENTS, STYLE, with_contents
 
 if TYPE_CHECKING:
@@ -59,6 +61,31 @@ def _totals(job: Job, counts: Counts) -> dict[str, Any]:
         "notes": dict(sorted(counts.notes.items())),
         "histograms": histograms(counts),
     }
+
+
+def nothing_kept(report: Mapping[str, Any], folder: Path, text_key: str) -> str:
+    """Return the line of a recipe that kept no document, with flags that may keep some.
+
+    Args:
+      report: its report.
+      folder: its output folder.
+      text_key: the field that it read.
+    """
+    files = sorted((folder / "broken").glob("*.jsonl"))
+    first = next((each for each in _records(files) if each["kind"] == NO_TEXT), None)
+    if first is None:
+        return "next: fewer or weaker --config.stages and another --out, as no document was kept"
+    out = shlex.quote(f"--out={folder}-2")
+    return (
+        f"next: --config.text_key=FIELD {out}    # no document was kept; "
+        f"record {first['record']} of {first['file']} has no {text_key!r}: {first['detail']}"
+    )
+
+
+def _records(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    for path in files:
+        with path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
 
 
 def histograms(counts: Counts) -> dict[str, dict[str, dict[str, int]]]:

@@ -329,6 +329,19 @@ def test_what_is_kept_can_be_trained_on(crawl, capsys, monkeypatch):
     assert parts["train"]["documents"] == answer["kept"]
 
 
+def test_a_recipe_that_keeps_nothing_names_the_fields_and_no_run(here, capsys):
+    Path("recipe.py").write_text(RECIPE)
+    Path("table.csv").write_text("id,body\n1,some text\n2,more of it\n")
+    words = ["data", "run", "--config=recipe.py", "--config.source=table.csv"]
+    assert main([*words, "--out=out"]) == 0
+    output = capsys.readouterr().out
+    assert "jaxlm train" not in output
+    assert "next: --config.text_key=FIELD --out=out-2" in output
+    assert "record 1 of table.csv has no 'text': it has id, body" in output
+    assert main([*words, "--config.text_key=body", "--config.stages=length", "--out=two"]) == 0
+    assert "next: fewer or weaker --config.stages" in capsys.readouterr().out
+
+
 def test_a_second_process_is_refused_while_one_runs(crawl, capsys):
     import fcntl
 

@@ -185,11 +185,11 @@ def _uneven(mix: Mix, train: dict[str, dict[str, Any]]) -> Iterator[str]:
     total = sum(each["bytes"] for each in train.values())
     for name, weight in weights.items():
         share = train[name]["bytes"] / total if name in train else 0.0
-        wanted = weight / sum(weights.values())
-        if abs(share - wanted) > FAR * wanted:
+        target = weight / sum(weights.values())
+        if abs(share - target) > FAR * target:
             flag = shlex.quote(f"--config.data.mixture.weights={','.join(mix.weights)}")
             yield (
-                f"the source {name} has {share:.1%} of the bytes, and its weight is {wanted:.1%}: "
+                f"the source {name} has {share:.1%} of the bytes, and its weight is {target:.1%}: "
                 "each document is dropped or kept by chance, and these are few or long; "
                 f"--config.data.mixture.name=weights {flag} draws them in these proportions"
             )
