@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.cli.main import main
 from tests.corpus.recipes import (
     RECIPE,
     kept,
@@ -319,8 +320,6 @@ def test_a_kill_before_anything_was_noted_leaves_a_folder_that_can_be_used(crawl
 
 
 def test_what_is_kept_can_be_trained_on(crawl, capsys, monkeypatch):
-    from jaxlm.cli.main import main
-
     monkeypatch.setenv("JAXLM_CACHE", str(crawl / "cache"))
     answer = run(capsys, *ALL)
     words = ["--config.data.train=out/kept/*.jsonl", "--config.data.validation=tail:10%"]
@@ -438,8 +437,6 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_table_names_stages_reasons_and_the_next_command(crawl, capsys):
-    from jaxlm.cli.main import main
-
     Path("recipe.py").write_text(RECIPE)
     assert main(["data", "run", "--config=recipe.py", "--out=out", *ALL]) == 0
     shown = capsys.readouterr().out

@@ -287,6 +287,19 @@ def test_e3_a_tokenizer_trained_on_the_text_stays_that_of_the_run(tmp_path, caps
     assert (run / "tokenizer").read_bytes() != before
 
 
+def test_f3_a_run_that_resumes_from_its_own_config_keeps_the_origins_of_settings(config, tmp_path):
+    run = harness.trained(config, tmp_path / "run", "--stop_at=4", "--config.seed=5")
+    before = json.loads((run / "provenance.json").read_text())
+    assert before["seed"] == "--config.seed=5"
+    assert before["train.steps"].startswith(config)
+    words = ["train", f"--workdir={run}", "--quiet", "--stop_at=6", "--config.log.every=2"]
+    assert main(words) == 0
+    after = json.loads((run / "provenance.json").read_text())
+    assert after == before | {"log.every": "--config.log.every=2"}
+    (run / "provenance.json").write_text("{")
+    assert main([*words[:3], "--stop_at=8"]) == 0
+
+
 def test_f5_a_run_is_repeated_from_its_own_config_bit_for_bit(half, tmp_path):
     words = ["train", f"--config={half / 'config.json'}", f"--workdir={tmp_path / 'again'}"]
     assert main([*words, "--quiet", "--stop_at=6"]) == 0

@@ -28,6 +28,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,8 +38,8 @@ from jaxlm.checkpoint import object_store
 from jaxlm.checkpoint.store import StoreWriter
 from jaxlm.core import config, user_code
 from jaxlm.core.callbacks import Log
-from jaxlm.core.config import Change, Loaded
-from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
+from jaxlm.core.config import Change, Loaded, Origin
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.data.mixture import MixtureLoader
@@ -79,6 +80,7 @@ from jaxlm.training.rundir import IMPORTED, RunDir, other_files, read_json
 from jaxlm.training.signals import Interrupted, StopRequest
 from jaxlm.tune.config import Full, Quantized
 
+PROVENANCE_FILE = "provenance.json"
 OTHER_VALIDATION = (
     "  --config.data.validation=GLOB names other text, '--config.data.validation=()' none"
 )
@@ -517,6 +519,19 @@ def _outcome(answer: dict[str, Any], verdict: dict[str, Any] | None) -> str:
     return f"finished, {verdict['outcome']}: {verdict['message']}" if verdict else "finished"
 
 
+def _origins(loaded: Loaded, workdir: Path) -> dict[str, str]:
+    """Return the origin of each setting; one read from the run's own config has its first one."""
+    own, before = (workdir / "config.json").resolve(), {}
+    with contextlib.suppress(InputMissing, DataError):  # a description is no reason to end a run
+        before = dict(read_json(workdir, PROVENANCE_FILE))
+
+    def origin_of(name: str, origin: Origin) -> str:
+        is_own = origin.kind == "file" and Path(origin.where).resolve() == own
+        return before.get(name, str(origin)) if is_own else str(origin)
+
+    return {name: origin_of(name, origin) for name, origin in loaded.provenance.items()}
+
+
 def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedModel) -> None:
     """Write the files that describe this start; starts.jsonl keeps those that it replaces."""
     directory, options = context.directory, context.options
@@ -533,8 +548,7 @@ def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedMod
     resume.append_start(directory, start)
     directory.write_json("config.json", settings)
     user_code.keep(loaded.value, directory.path)
-    provenance = {name: str(origin) for name, origin in loaded.provenance.items()}
-    directory.write_json("provenance.json", provenance)
+    directory.write_json(PROVENANCE_FILE, _origins(loaded, directory.path))
     kernels = attention_kernels.describe_kernels(
         loaded.value, model.blueprint.config, model.mesh.shape, setup.target(model.mesh)
     )
