@@ -135,9 +135,13 @@ class LanguageModel:
         Raises:
           ConfigError: if a setting is wrong, the model cannot continue text, a grammar is
             refused, or a prompt and its continuation do not fit its positions.
+          TypeError: if a prompt is no text, or there is none.
         """
-        several = (prompts,) if isinstance(prompts, str) else tuple(prompts)
-        raw: dict[str, Any] = {"prompts": list(several), **settings}
+        several = [*prompts] if isinstance(prompts, Sequence | np.ndarray) else []
+        several = [prompts] if isinstance(prompts, str) else several
+        if not several or not all(isinstance(each, str) for each in several):
+            raise _no_text("generate", prompts)
+        raw: dict[str, Any] = {"prompts": several, **settings}
         if isinstance(raw.get("json_schema"), dict):
             raw["json_schema"] = json.dumps(raw["json_schema"])
         for name in ("seed", "stop", "choice"):  # a setting of several values takes one, too
@@ -156,8 +160,10 @@ class LanguageModel:
         """Return the negative log-probability of each token of a text that begins a document.
 
         Raises ConfigError if the model is bidirectional or has an encoder, or the text exceeds its
-        positions.
+        positions, and TypeError if it is no text.
         """
+        if not isinstance(text, str):
+            raise _no_text("score", text)
         check_scores(self.loaded)
         before, ids = self.tokenizer.before or self.tokenizer.after, self.tokenizer.encode(text)
         known = np.array([*before, *ids], np.int32)
@@ -343,3 +349,9 @@ def _imported(ref: str, cpu_devices: int | None, say: Log) -> Path:
         options = ImportOptions(source=path, workdir=workdir, cpu_devices=cpu_devices)
         import_model(options, say)
     return workdir
+
+
+def _no_text(method: str, value: Any) -> TypeError:
+    """Return the error of a method that got no text."""
+    taken = "texts" if method == "generate" else "one text at a time"
+    return TypeError(f"{method} takes {taken}, not {type(value).__name__} {str(value)[:80]!r}")

@@ -300,6 +300,14 @@ def test_f3_a_run_that_resumes_from_its_own_config_keeps_the_origins_of_settings
     assert main([*words[:3], "--stop_at=8"]) == 0
 
 
+def test_f3_a_change_that_is_no_setting_is_refused(config, run, capsys):
+    words = harness.words(config, run, "--config.seed=5")
+    assert main([*words, "--allow_change=sed"]) == 2
+    assert "fix    --allow_change=seed\n" in capsys.readouterr().err
+    assert main([*words, "--allow_change=seed,nonsense"]) == 2
+    assert "'nonsense' is no setting" in capsys.readouterr().err
+
+
 def test_f5_a_run_is_repeated_from_its_own_config_bit_for_bit(half, tmp_path):
     words = ["train", f"--config={half / 'config.json'}", f"--workdir={tmp_path / 'again'}"]
     assert main([*words, "--quiet", "--stop_at=6"]) == 0

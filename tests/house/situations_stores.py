@@ -161,6 +161,13 @@ SITUATIONS: dict[str, Situation] = {
         f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 "
         "--allow_change=model,train.steps"
     ),
+    "a change of a setting that is none": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.step"
+    ),
+    "a tokenizer of other text": Situation(
+        f"train --config=c.py {RUN} --config.train.steps=3 --config.data.tokenizer=characters "
+        "--allow_change=data,train.steps"
+    ),
     "all checkpoints damaged": Situation(
         f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps",
         f"{FLIP} {ONE}; {FLIP} {TWO}",

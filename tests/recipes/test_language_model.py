@@ -96,6 +96,14 @@ def test_the_last_lens_is_the_output_and_attention_sees_what_was_before(model, m
         model.inspect(TEXT)
 
 
+@pytest.mark.parametrize("value", [5, None, [], ["a", 5], [[{"role": "user", "content": "a"}]]])
+def test_what_is_no_text_is_named(model, value):
+    with pytest.raises(TypeError, match="generate takes texts, not "):
+        model.generate(value)
+    with pytest.raises(TypeError, match="score takes one text at a time, not "):
+        model.score(value)
+
+
 def test_generated_log_probabilities_are_those_of_the_score(model):
     (answer,) = model.generate(TEXT, max_tokens=6, temperature=0)
     scores = model.score(TEXT + answer.text)

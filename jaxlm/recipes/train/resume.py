@@ -16,6 +16,7 @@ from jaxlm.core import batch_schedule, config, disk
 from jaxlm.core.callbacks import Log
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import ANOTHER, CommandError, ConfigError, DataError, listed
+from jaxlm.core.nearest import nearest_word
 from jaxlm.core.problems import short
 from jaxlm.data import mixture_config
 from jaxlm.models.cost.tensors import tensors
@@ -118,9 +119,29 @@ def load_resume_record(
     Raises ConfigError if a change is not allowed.
     """
     if step is None:
+        _check_names(options.allow_change, [run])
         return None, []
     meta = store.record(step).meta
-    return meta, check(config.from_json(Run, meta["config"]), run, options, step)
+    saved: Run = config.from_json(Run, meta["config"])
+    _check_names(options.allow_change, [run, saved])
+    return meta, check(saved, run, options, step)
+
+
+def _check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
+    """Raise CommandError if a name is no setting and no section of one of the configs."""
+    paths = [path.split(".") for run in runs for path in config.flatten(run)]
+    known = {".".join(path[:count]) for path in paths for count in range(1, len(path) + 1)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        near = {name: nearest_word(name, known) for name in unknown}
+        mended = [near.get(name, name) for name in names]
+        flag = f"--allow_change={','.join(filter(None, mended))}"
+        raise CommandError(
+            f"{unknown[0]!r} is no setting and no section of settings",
+            where=f"--allow_change={','.join(names)}",
+            why=f"the nearest is {near[unknown[0]]}" if near[unknown[0]] else "none has a like name",
+            fix=flag if all(mended) else "jaxlm config show    # lists the settings",
+        )
 
 
 def saved_run(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Run | None:
