@@ -323,6 +323,10 @@ SITUATIONS = {
         "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
         "--config.data.mixture.name=weights --config.data.mixture.weights=aa=1"
     ),
+    "weights of another mixture": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.weights=aa=1,bb=3"
+    ),
     "a stage twice": Situation("data run --config=r.py --out=out --config.stages=length,length"),
     "a recipe of nothing": Situation("data run --config=r.py --out=out --config.source=()"),
     "shards without a tokenizer": Situation(
