@@ -1,19 +1,23 @@
 """Documents are read one by one; errors name the record, documents left out are counted."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data.conversations import ChatFields
 from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
 from jaxlm.data.records import LeftOut, likely_encoding, note_of_table
 from jaxlm.data.text_digest import TextDigests
@@ -165,6 +169,29 @@ def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_shar
         "--config.data.kind=chat --config.data.fields=user=question,assistant=answer",
         "--config.data.text_key=question",
     ]
+
+
+@pytest.mark.parametrize("chat", [None, ChatFields("chat")])
+@pytest.mark.parametrize(
+    ("broken", "total"),
+    [((40, 41, 50, 60, 63), 64), (range(71, 100), 100), (range(300, 800), 8000)],
+)
+def test_the_share_of_broken_records_that_a_fix_proposes_is_that_of_all_records(
+    tmp_path: Path, broken: Sequence[int], total: int, chat: ChatFields | None
+) -> None:
+    """It was the share up to the record at which reading ended, so the next run ended as well."""
+    whole = '{"text": "a"}'
+    if chat:
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        whole = json.dumps({"messages": turns})
+    lines = ["{" if number in broken else whole for number in range(total)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = Corpus.find((str(tmp_path / "a.jsonl"),), "text", "data.train", chat=chat)
+    with pytest.raises(DataError) as caught:
+        list(corpus.documents(LeftOut()))
+    (share,) = re.findall(r"--config\.data\.max_dropped=([0-9.]+)", caught.value.fix)
+    allowed = dataclasses.replace(corpus, max_dropped=float(share))
+    assert len(list(allowed.documents(LeftOut()))) == total - len(broken)
 
 
 def test_few_broken_records_are_counted_by_reason(tmp_path: Path) -> None:

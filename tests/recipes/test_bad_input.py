@@ -65,7 +65,7 @@ CASES = {
     "no text in one record": (
         ["--config.data.train={p}/records/*.jsonl"],
         65,
-        ["line 6", "--config.data.max_dropped=0.17"],
+        ["line 6", "--config.data.max_dropped=0.01"],
     ),
     "weights of another mixture, which keep their proportions": (
         [
