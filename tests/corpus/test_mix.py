@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -111,6 +112,28 @@ def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     assert re.search(
         r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", output
     )
+
+
+@pytest.mark.parametrize(("held_out", "validation"), [("0.2", True), ("0", False)])
+def test_no_folder_of_a_training_source_is_proposed_for_validation(
+    sources, capsys, here, monkeypatch, held_out, validation
+):
+    """It was the other source of the mix, which is trained on as well."""
+    monkeypatch.setenv("JAXLM_CACHE", str(here / "cache"))
+    mix(capsys, *SETTINGS, f"--config.held_out={held_out}")
+    train = "code=out/train/code,web=out/train/web"
+    words = ["data", "stats", f"--config.data.train={train}", "--config.data.sequence=64"]
+    words.append("--config.data.tokenizer=bytes")
+    if validation:
+        expected = "code=out/validation/code,web=out/validation/web"
+    else:
+        expected = "()"
+    for wrong in ("5%", "out/train/code"):
+        code = main([*words, f"--config.data.validation={wrong}", "--json"])
+        assert code in (2, 65)
+        fix = json.loads(capsys.readouterr().out)["error"]["fix"]
+        assert shlex.split(fix.partition("#")[0]) == [f"--config.data.validation={expected}"]
+    assert main([*words, f"--config.data.validation={expected}"]) == 0
 
 
 def test_the_sets_are_what_the_trainer_reads(sources, capsys, here, monkeypatch):
