@@ -212,7 +212,10 @@ def test_a_source_that_was_changed_or_is_not_finished_is_named(sources, capsys):
     shutil.rmtree("out")
     Path("code/report.json").unlink()
     error = mix(capsys, *SETTINGS, code=66)["error"]
-    assert error["fix"] == "find . -name report.json"
+    assert error["why"].endswith("`jaxlm data run --out=code` has not finished")
+    assert error["fix"] == "repeat the `jaxlm data run` that began it, which continues"
+    shutil.rmtree("code")
+    assert mix(capsys, *SETTINGS, code=66)["error"]["fix"] == "find . -name report.json"
     assert not Path("out").exists()
 
 
@@ -240,6 +243,7 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
     ("setting", "message", "fix"),
     [
         ("weights=web=1", "'code' has no weight", "--config.weights=web=1,code=1"),
+        ("weights=web=1,cod=3", "'cod' is not a source", "--config.weights=web=1,code=3"),
         ("weights=web=1,code=0", "not a number above 0", "--config.weights=web=1,code=1"),
         ("licences=wiki=CC0-1.0", "'wiki' is not a source", "--config.licences=()"),
         ("sources=web", "'web' is not NAME=VALUE", "jaxlm config explain sources"),
