@@ -11,7 +11,7 @@ import shlex
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxlm.core import hub
@@ -318,6 +318,14 @@ def _files_in(folder: Path) -> Iterator[Path]:
     for each in folder.rglob("*"):
         if each.is_file() and not any(part[0] == "." for part in each.relative_to(folder).parts):
             yield each
+
+
+def notes_of_tables(entries: Iterable[str]) -> Iterator[str]:
+    """Yield the note on each table among entries of `data.train`, and in their folders."""
+    for entry in entries:
+        place = Path(entry.rpartition("=")[2])
+        globs = text_globs(place) if place.is_dir() and not _shards(str(place)) else [entry]
+        yield from filter(None, map(records.note_of_table, globs))
 
 
 def text_globs(folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.conversations import ChatFields
-from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
+from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus, notes_of_tables
 from jaxlm.data.records import LeftOut, likely_encoding, note_of_table
 from jaxlm.data.text_digest import TextDigests
 
@@ -306,3 +306,12 @@ def test_the_note_of_a_table_has_a_command_that_writes_its_records(tmp_path, pat
         note = note_of_table(other)
         assert note.startswith(f"{other} is read as one text")
         assert note.endswith("to read its records: jaxlm docs corpus")
+
+
+def test_a_table_in_a_folder_has_its_note_as_well(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("rows.csv", "deep/more.tsv", "a.txt"):
+        (tmp_path / name).write_text("text\nwords\n")
+    notes = list(notes_of_tables((f"web={tmp_path}", f"{tmp_path}/rows.csv")))
+    ends = [f"{tmp_path}/{name} is read as one text" for name in ("*.csv", "**/*.tsv", "rows.csv")]
+    assert all(note.startswith(end) for note, end in zip(notes, ends, strict=True))
