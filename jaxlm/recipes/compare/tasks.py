@@ -77,6 +77,11 @@ class TaskResult:
     samples: dict[str, dict[str, Any]]
 
     @property
+    def file(self) -> str:
+        """Return the task file."""
+        return str(self.facts.get("path", f"{self.name}.toml"))
+
+    @property
     def key(self) -> str:
         """Return a digest of task, items, examples and settings, without that of the weights."""
         shared = {name: self.facts.get(name) for name in SAME}
@@ -296,7 +301,7 @@ def _missing(runs: Sequence[Path]) -> list[str]:
     known = {path: read(path)[0] for path in runs}
     for result in itertools.chain.from_iterable(known.values()):
         lacking = [path for path in runs if result.key not in (each.key for each in known[path])]
-        if lacking and Path(result.facts.get("path", "")).is_file():
+        if lacking and Path(result.file).is_file():
             return [_command(result, path) for path in lacking]
     for file in sorted(itertools.chain(Path().glob("*.toml"), Path().glob("*/*.toml"))):
         if re.search(r"^items *=", file.read_text(errors="replace"), re.MULTILINE):
@@ -307,7 +312,7 @@ def _missing(runs: Sequence[Path]) -> list[str]:
 
 def _command(result: TaskResult, path: Path) -> str:
     """Return the command that scores another run as `result` was made."""
-    flags = [f"--workdir={path}", f"--tasks={result.facts.get('path', f'{result.name}.toml')}"]
+    flags = [f"--workdir={path}", f"--tasks={result.file}"]
     settings = result.facts["settings"]
     for name in ("shots", "form", "limit", "too_long", "seed"):
         if (value := settings.get(name)) not in (None, 0, "refuse"):
