@@ -464,6 +464,9 @@ class _Misfit(Exception):
             what = f"{choice[1]!r} is not one of {', '.join(choices)}"
             return CommandError(what, where=self.prog, why=why, fix=fix)
         number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
+        if flag == "--step" and number and re.fullmatch(r"[0-9]+(,[0-9]+)+", number[2]):
+            fix = "\n".join(f"{flag}={step}" for step in number[2].split(","))
+            return self._error(fix, "a command reads one step; of several, each has its command")
         if flag and number:
             count = Setting(name=flag, kind=int if number[1] == "int" else float, default=0)
             with contextlib.suppress(ValueError):
@@ -495,8 +498,8 @@ class _Misfit(Exception):
         typed = [f"--out={each}" if each == places[0] else each for each in words]
         return shlex.join([program, *typed])
 
-    def _error(self, fix: str) -> CommandError:
-        what, why = self.message.removeprefix("argument "), "the command line does not fit the verb"
+    def _error(self, fix: str, why: str = "the command line does not fit the verb") -> CommandError:
+        what = self.message.removeprefix("argument ")
         return CommandError(what, where=self.prog, why=why, fix=fix)
 
 

@@ -44,7 +44,7 @@ def run(args: Any, out: Output) -> int:
 
     requirement = tasks.Requirement.parse(args.require)
     compared = comparison.compare(paths)
-    violations = tasks.violations(compared.tasks, requirement)
+    violations = tasks.violations(compared.tasks, requirement, paths)
     target, answer = Path(args.out), {"violations": violations}
     code = show(compared, target, out, answer, code=int(bool(violations)))
     for violation in violations:

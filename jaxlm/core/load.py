@@ -262,7 +262,8 @@ def _corrections(resolver: Resolver, raw: Any, origins: Origins, overrides: Over
         if not is_pasted or added.items() <= flags.items() or flags | added != added | flags:
             return ""
         flags |= added
-        known = sections.settings(resolver.schema, resolver.raw)
+        # A setting of another arm stays, with its value, if the fix chooses that arm.
+        known = sections.settings(resolver.schema, resolver.raw, every_arm=True)
         remaining = [
             (path, text)
             for path, text in remaining

@@ -224,8 +224,11 @@ def other_files(out: Path) -> DataError:
 def require_finished(folder: Path, what: str, where: str) -> None:
     """Raise InputMissing with the message `what` if a folder contains no finished run."""
     if not (folder / REPORT).is_file():
-        fix = f"find . -name {REPORT}"
-        raise InputMissing(what, where=where, why=f"it has no {REPORT}", fix=fix)
+        fix, why = f"find . -name {REPORT}", f"it has no {REPORT}"
+        if (folder / RECIPE).is_file():
+            fix = "repeat the `jaxlm data run` that began it, which continues"
+            why += f": `jaxlm data run --out={folder}` has not finished"
+        raise InputMissing(what, where=where, why=why, fix=fix)
 
 
 def part_of(parts: tuple[str, ...], name: str) -> str:

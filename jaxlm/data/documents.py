@@ -1,16 +1,17 @@
 """Documents of the files that patterns match, and of Python's own library."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import glob
 import hashlib
 import itertools
-import math
 import shlex
+import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxlm.core import hub
@@ -24,6 +25,7 @@ from jaxlm.data.remote import Downloads
 
 PROBED_RECORDS = 1000  # of each source are read before tokenizing
 PROBED_BYTES = 2**27  # limit for all sources: half a second of text, a second of JSON
+COUNTED_BYTES = 2**30  # limit for counting broken records: a few seconds
 MAX_DROPPED = 0.001  # share of the records
 STDLIB_PARTS = {"stdlib:train", "stdlib:validation"}
 # pydoc_data is one generated file of prose; it would be 60% of the validation bytes.
@@ -132,8 +134,6 @@ class Corpus:
             counts["files of a folder that are no text"] += self.not_text
         seen = dropped = 0
         first: Broken | None = None
-        # A text file is one record, so the total is known if all are text files.
-        least = len(self.files) if all(map(records.is_text, self.files)) else PROBED_RECORDS
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
@@ -142,10 +142,7 @@ class Corpus:
                     continue
                 dropped += 1
                 first = first or record
-                # A single broken record among the first few would exceed the share.
-                most_dropped = self.max_dropped * max(seen, least)
-                is_early = record.reason in records.OTHER_FIELDS and seen <= PROBED_RECORDS
-                if dropped > most_dropped or (is_early and dropped >= most_dropped):
+                if self._exceeds(self.max_dropped, record, dropped, seen):
                     raise self._too_many(first, dropped, seen)
                 continue
             text, chat = records.mended(record.text, counts), record.conversation
@@ -176,6 +173,31 @@ class Corpus:
                         return
             before += path.stat().st_size
 
+    @functools.cached_property
+    def _least(self) -> int:
+        """Return the least number of records: a text file is one, of others it is not known."""
+        return len(self.files) if all(map(records.is_text, self.files)) else PROBED_RECORDS
+
+    def _exceeds(self, share: float, record: Broken, dropped: int, seen: int) -> bool:
+        """Return whether this broken record is one too many, before all records are read."""
+        # A single broken record among the first few would exceed the share.
+        most_dropped = share * max(seen, self._least)
+        is_early = record.reason in records.OTHER_FIELDS and seen <= PROBED_RECORDS
+        return dropped > most_dropped or (is_early and dropped >= most_dropped)
+
+    def _accepted_share(self) -> float:
+        """Return the smallest `max_dropped`, in percent, that accepts all records."""
+        seen = dropped = percent = 0
+        for record, _ in self._records(LeftOut(), ReadBudget(sys.maxsize, COUNTED_BYTES)):
+            seen += 1
+            if isinstance(record, Broken) and record.error is not None:
+                dropped += 1
+                while self._exceeds(percent / 100, record, dropped, seen):
+                    percent += 1
+        while dropped > percent / 100 * seen:
+            percent += 1
+        return percent / 100
+
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = copy.copy(first.error)  # the class of the error is part of it
         assert error is not None
@@ -183,11 +205,14 @@ class Corpus:
             f"; {dropped} of the {read} records so far {'are' if dropped > 1 else 'is'} broken, "
             f"data.max_dropped = {self.max_dropped:g} of them may be"
         )
-        if first.record > 1 and 2 * dropped <= read:  # those before it in the file are whole
-            share = math.ceil(100 * dropped / read) / 100
-            without = f"--config.data.max_dropped={share:g}    # leaves such records out"
-            is_field = isinstance(error, records.NoText)
-            error.fix = without if is_field else f"{error.fix}\n{without}"
+        if first.record <= 1:  # no record before it in the file is whole
+            return error
+        with contextlib.suppress(DataError, InputMissing):  # of a damaged file behind it
+            share = self._accepted_share()
+            if share <= 0.5:
+                without = f"--config.data.max_dropped={share:g}    # leaves such records out"
+                is_field = isinstance(error, records.NoText)
+                error.fix = without if is_field else f"{error.fix}\n{without}"
         return error
 
 
@@ -293,6 +318,14 @@ def _files_in(folder: Path) -> Iterator[Path]:
     for each in folder.rglob("*"):
         if each.is_file() and not any(part[0] == "." for part in each.relative_to(folder).parts):
             yield each
+
+
+def notes_of_tables(entries: Iterable[str]) -> Iterator[str]:
+    """Yield the note on each table among entries of `data.train`, and in their folders."""
+    for entry in entries:
+        place = Path(entry.rpartition("=")[2])
+        globs = text_globs(place) if place.is_dir() and not _shards(str(place)) else [entry]
+        yield from filter(None, map(records.note_of_table, globs))
 
 
 def text_globs(folder: Path) -> list[str]:

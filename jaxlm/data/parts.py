@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -167,7 +167,8 @@ def find_parts(
                 what = "data.validation cannot hold out a share of token shards"
                 where = f"data.validation = {patterns[0]}"
                 why = f"{source.folders[0]} was tokenized as a whole"
-                raise ConfigError(what, where=where, why=why, fix=_other_shards(source.folders))
+                fix = _other_shards(source.folders[0], train)
+                raise ConfigError(what, where=where, why=why, fix=fix)
             set_name = name if len(train) == 1 else f"{name}_{source.source}"
             share = _share(sides[0], source.corpus)
             side, held = (dataclasses.replace(each, share=share) for each in sides)
@@ -178,10 +179,10 @@ def find_parts(
             validation.append(Part(set_name, source.corpus, held))
             train[number] = dataclasses.replace(source, selection=side)
     for one, other in itertools.combinations(train, 2):
-        _refuse_overlap(one, other, "in two sources of the training data")
+        _refuse_overlap(one, other, "in two sources of the training data", train)
     for source, part in itertools.product(train, validation):
         if not part.selection.held_out:
-            _refuse_overlap(source, part, "both trained on and validated on")
+            _refuse_overlap(source, part, "both trained on and validated on", train)
     probed = [part for part in (*train, *validation) if not part.selection.held_out]
     texts = [(part.corpus, part.setting) for part in probed if part.corpus is not None]
     for corpus, setting in texts:
@@ -204,13 +205,24 @@ def _share(side: SplitSide, corpus: Corpus) -> float:
     return math.nextafter(min(known), 1.0) if len(known) > 1 else side.share
 
 
-def _other_shards(folders: tuple[Path, ...]) -> str:
-    """Return flags that validate on token shards near the training shards, if any."""
-    near = sorted(path.parent for path in folders[0].parent.glob(f"*/{manifest.NAME}"))
-    others = [str(each) for each in near if each not in folders]
+def _other_shards(folder: Path, train: Sequence[Part]) -> str:
+    """Return flags that validate on token shards near a folder of training shards, if any.
+
+    Several sources are in OUT/train/NAME, and those of a mix have sets in OUT/validation/NAME.
+    """
+    place = folder.parent
+    if place.absolute().name == TRAIN:
+        place = place.parent if place.name else Path("..")
+    left_out = {each.resolve() for part in train for each in part.folders}
+    left_out.add((place / TRAIN).resolve())
+    near = sorted(path.parent for path in place.glob(f"*/{manifest.NAME}"))
+    others = [str(each) for each in near if each.resolve() not in left_out]
+    mixed = sorted(path.parent for path in place.glob(f"validation/*/{manifest.NAME}"))
+    if not left_out.intersection(each.resolve() for each in mixed) and mixed:
+        others.append(",".join(f"{each.name}={each}" for each in mixed))
     if not others:
         return "'--config.data.validation=()'    # no evaluation"
-    return "\n".join(f"--config.data.validation={shlex.quote(each)}" for each in others)
+    return "\n".join(shlex.quote(f"--config.data.validation={each}") for each in others)
 
 
 def check_names(config: DataConfig) -> None:
@@ -284,7 +296,7 @@ def _tokens(folder: Path) -> list[str]:
     return [shard.tokens_sha256 for shard in manifest.read(folder).shards]
 
 
-def _refuse_overlap(one: Part, other: Part, problem: str) -> None:
+def _refuse_overlap(one: Part, other: Part, problem: str, train: Sequence[Part]) -> None:
     """Raise DataError if both parts have a file in common: itself, a link, or a copy."""
     if both := sorted(_overlap(one, other)):
         held = other.name.startswith(f"{TRAIN}/")
@@ -294,7 +306,7 @@ def _refuse_overlap(one: Part, other: Part, problem: str) -> None:
             why=", ".join(both[:3]),
             fix="name each file in one source: patterns that do not overlap, and no copies"
             if held
-            else _other_shards(one.folders)
+            else _other_shards(one.folders[0], train)
             if one.folders
             else "--config.data.validation=5%    # holds out documents instead",
         )

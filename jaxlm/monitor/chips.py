@@ -182,6 +182,10 @@ def _meant(name: str) -> str | None:
     """Return the machine whose letters and digits `name` has, or None: `a11` is not `a10`."""
     plain = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     known = [*SLICES, *CHIPS, *(f"{chip.name}x8" for chip in CHIPS.values() if not chip.is_tpu)]
+    # Machines of several GPUs: 2xh100x8 is 16 of them.
+    several = re.fullmatch(r"([1-9][0-9]{0,2})x([a-z].*?)(?:(?<!rt)x([1-9][0-9]?))?", name)
+    if several and (chip := CHIPS.get(several[2])) and not chip.is_tpu:
+        return f"{chip.name}x{int(several[1]) * int(several[3] or 1)}"
     same = (each for each in known if re.sub(r"[^a-z0-9]", "", each) == plain)
     card = re.fullmatch(r"[0-9]{4}(x[0-9]+)?", plain)  # of the RTX line
     if card and f"rtx{plain[:4]}" in CHIPS:

@@ -198,6 +198,12 @@ def test_a_wrong_command_line_says_what_and_how_to_mend_it(verb, capsys, words, 
         assert part in text
 
 
+def test_several_steps_for_a_command_of_one_are_not_taken_for_a_number(capsys):
+    """100,200 was read as 100200, as 1,000 is elsewhere."""
+    assert main(["eval", "--workdir=run", "--step=100,200", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fix"] == "--step=100\n--step=200"
+
+
 # The words of each verb and action, as short as they may be, that `--config.bogus=1` is added to.
 LEAST = [
     "average --out=O",

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -113,6 +114,28 @@ def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     )
 
 
+@pytest.mark.parametrize(("held_out", "validation"), [("0.2", True), ("0", False)])
+def test_no_folder_of_a_training_source_is_proposed_for_validation(
+    sources, capsys, here, monkeypatch, held_out, validation
+):
+    """It was the other source of the mix, which is trained on as well."""
+    monkeypatch.setenv("JAXLM_CACHE", str(here / "cache"))
+    mix(capsys, *SETTINGS, f"--config.held_out={held_out}")
+    train = "code=out/train/code,web=out/train/web"
+    words = ["data", "stats", f"--config.data.train={train}", "--config.data.sequence=64"]
+    words.append("--config.data.tokenizer=bytes")
+    if validation:
+        expected = "code=out/validation/code,web=out/validation/web"
+    else:
+        expected = "()"
+    for wrong in ("5%", "out/train/code"):
+        code = main([*words, f"--config.data.validation={wrong}", "--json"])
+        assert code in (2, 65)
+        fix = json.loads(capsys.readouterr().out)["error"]["fix"]
+        assert shlex.split(fix.partition("#")[0]) == [f"--config.data.validation={expected}"]
+    assert main([*words, f"--config.data.validation={expected}"]) == 0
+
+
 def test_the_sets_are_what_the_trainer_reads(sources, capsys, here, monkeypatch):
     monkeypatch.setenv("JAXLM_CACHE", str(here / "cache"))
     settings = [SOURCES, "--config.held_out=0.2", "--config.tokenizer=sentencepiece:512"]
@@ -202,7 +225,10 @@ def test_a_source_that_was_changed_or_is_not_finished_is_named(sources, capsys):
     shutil.rmtree("out")
     Path("code/report.json").unlink()
     error = mix(capsys, *SETTINGS, code=66)["error"]
-    assert error["fix"] == "find . -name report.json"
+    assert error["why"].endswith("`jaxlm data run --out=code` has not finished")
+    assert error["fix"] == "repeat the `jaxlm data run` that began it, which continues"
+    shutil.rmtree("code")
+    assert mix(capsys, *SETTINGS, code=66)["error"]["fix"] == "find . -name report.json"
     assert not Path("out").exists()
 
 
@@ -230,6 +256,7 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
     ("setting", "message", "fix"),
     [
         ("weights=web=1", "'code' has no weight", "--config.weights=web=1,code=1"),
+        ("weights=web=1,cod=3", "'cod' is not a source", "--config.weights=web=1,code=3"),
         ("weights=web=1,code=0", "not a number above 0", "--config.weights=web=1,code=1"),
         ("licences=wiki=CC0-1.0", "'wiki' is not a source", "--config.licences=()"),
         ("sources=web", "'web' is not NAME=VALUE", "jaxlm config explain sources"),

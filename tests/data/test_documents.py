@@ -1,20 +1,24 @@
 """Documents are read one by one; errors name the record, documents left out are counted."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sysconfig
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
+from jaxlm.data.conversations import ChatFields
+from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus, notes_of_tables
 from jaxlm.data.records import LeftOut, likely_encoding, note_of_table
 from jaxlm.data.text_digest import TextDigests
 
@@ -167,6 +171,29 @@ def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_shar
     ]
 
 
+@pytest.mark.parametrize("chat", [None, ChatFields("chat")])
+@pytest.mark.parametrize(
+    ("broken", "total"),
+    [((40, 41, 50, 60, 63), 64), (range(71, 100), 100), (range(300, 800), 8000)],
+)
+def test_the_share_of_broken_records_that_a_fix_proposes_is_that_of_all_records(
+    tmp_path: Path, broken: Sequence[int], total: int, chat: ChatFields | None
+) -> None:
+    """It was the share up to the record at which reading ended, so the next run ended as well."""
+    whole = '{"text": "a"}'
+    if chat:
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+        whole = json.dumps({"messages": turns})
+    lines = ["{" if number in broken else whole for number in range(total)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = Corpus.find((str(tmp_path / "a.jsonl"),), "text", "data.train", chat=chat)
+    with pytest.raises(DataError) as caught:
+        list(corpus.documents(LeftOut()))
+    (share,) = re.findall(r"--config\.data\.max_dropped=([0-9.]+)", caught.value.fix)
+    allowed = dataclasses.replace(corpus, max_dropped=float(share))
+    assert len(list(allowed.documents(LeftOut()))) == total - len(broken)
+
+
 def test_few_broken_records_are_counted_by_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
@@ -279,3 +306,12 @@ def test_the_note_of_a_table_has_a_command_that_writes_its_records(tmp_path, pat
         note = note_of_table(other)
         assert note.startswith(f"{other} is read as one text")
         assert note.endswith("to read its records: jaxlm docs corpus")
+
+
+def test_a_table_in_a_folder_has_its_note_as_well(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("rows.csv", "deep/more.tsv", "a.txt"):
+        (tmp_path / name).write_text("text\nwords\n")
+    notes = list(notes_of_tables((f"web={tmp_path}", f"{tmp_path}/rows.csv")))
+    ends = [f"{tmp_path}/{name} is read as one text" for name in ("*.csv", "**/*.tsv", "rows.csv")]
+    assert all(note.startswith(end) for note, end in zip(notes, ends, strict=True))

@@ -137,6 +137,12 @@ SITUATIONS: dict[str, Situation] = {
         "echo {} > mixed/toks.json",
     ),
     "licences of no source": Situation(f"{DATA_MIX} --config.licences=web=MIT --out=out"),
+    "weights of a mix with a name misspelt": Situation(
+        "data mix --config.sources=code=clean,notes=other --config.tokenizer=bytes "
+        "--config.weights=code=0.2,note=0.8 --out=out",
+        "cp -r clean other",
+    ),
+    "clusters of a corpus in the making": Situation("data clusters clean", "rm clean/report.json"),
     "shards that hold out all": Situation(
         "data run --config=r.py --out=clean --config.shards.tokenizer=bytes "
         "--config.shards.held_out=0.9999"

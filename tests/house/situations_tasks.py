@@ -34,7 +34,11 @@ SAMPLES = "runs/a/evals/*/samples.jsonl"
 ON_PAIR = f"eval {RUN} --tasks=pair.toml"
 ON_CHOICE = f"eval {RUN} --tasks=choice.toml"
 
+REQUIRED = "compare runs/a runs/b --out=p.html --require=not_worse:1%"
+
 SITUATIONS: dict[str, Situation] = {
+    "a requirement with a task file": Situation(REQUIRED, f"{PAIR}; cp -r runs/a runs/b"),
+    "a requirement with results of one run": Situation(REQUIRED, f"cp -r runs/a runs/b; {SCORED}"),
     "examples without tasks": Situation(f"eval {RUN} --shots=2"),
     "tasks and other text": Situation(f"{ON_PAIR} --text=texts/*.txt", PAIR),
     "no such task": Situation(f"eval {RUN} --tasks=nothing.toml"),

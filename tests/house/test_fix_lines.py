@@ -93,6 +93,7 @@ SITUATIONS = {
     "a choice like none": Situation("eval --workdir=runs/a --weights=best"),
     "a count with a letter": Situation(f"train {CONFIG} --stop_at=0.001k"),
     "a count that is none": Situation(f"train {CONFIG} --stop_at=soon"),
+    "two steps": Situation("eval --workdir=runs/a --text=texts/*.txt --step=1,2"),
     "a flag misspelt": Situation(f"train {CONFIG} --stopat=1"),
     "a flag with dashes": Situation(f"train {CONFIG} --stop-at=1"),
     "a setting as a flag": Situation(f"train {CONFIG} --lr=0.1"),
@@ -322,6 +323,10 @@ SITUATIONS = {
     "weights of half": Situation(
         "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
         "--config.data.mixture.name=weights --config.data.mixture.weights=aa=1"
+    ),
+    "weights of another mixture": Situation(
+        "config validate --config.data.train=aa=texts/1*.txt,bb=texts/2*.txt "
+        "--config.data.mixture.weights=aa=1,bb=3"
     ),
     "a stage twice": Situation("data run --config=r.py --out=out --config.stages=length,length"),
     "a recipe of nothing": Situation("data run --config=r.py --out=out --config.source=()"),

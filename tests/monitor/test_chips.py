@@ -71,6 +71,8 @@ def test_machines_have_names(name, devices, memory):
         ("v5px8", "v5p-8"),
         ("4090", "rtx4090"),
         ("3090x2", "rtx3090x2"),
+        ("2xh100x8", "h100x16"),
+        ("2xrtx4090", "rtx4090x2"),
     ],
 )
 def test_a_machine_spelled_otherwise_is_recognized(name, meant):

@@ -65,7 +65,15 @@ CASES = {
     "no text in one record": (
         ["--config.data.train={p}/records/*.jsonl"],
         65,
-        ["line 6", "--config.data.max_dropped=0.17"],
+        ["line 6", "--config.data.max_dropped=0.01"],
+    ),
+    "weights of another mixture, which keep their proportions": (
+        [
+            "--config.data.train=aa={p}/texts/*.txt,bb={p}/huge.txt",
+            "--config.data.mixture.weights=aa=1,bb=3",
+        ],
+        2,
+        ["--config.data.mixture.name=weights --config.data.mixture.weights=aa=0.25,bb=0.75"],
     ),
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from jaxlm.core.config import setting
+from jaxlm.core.nearest import nearest_word
 from jaxlm.data.config import (
     TOKENIZER_FILES,
     TOKENIZERS,
@@ -51,8 +52,9 @@ class ShardSettings:
                 fix = ",".join(f"{source}={weight}" for source, weight in mended.items())
                 why = f"the weight {text!r} of {name!r} is not a number above 0"
                 yield "weights", why, f"--config.{path}weights={fix}"
-        if self.weights and (without := set(sources) - named(self.weights).keys()):
-            missing = sorted(without)[0]
+        are_known = named(self.weights).keys() <= set(sources)
+        if self.weights and are_known and (left := set(sources) - named(self.weights).keys()):
+            missing = sorted(left)[0]
             fix = f"--config.{path}weights={','.join((*self.weights, f'{missing}=1'))}"
             yield "weights", f"{missing!r} has no weight", fix
         kind, _, size = self.tokenizer.partition(":")
@@ -98,16 +100,22 @@ def entry_problems(
 ) -> Problems:
     """Yield a problem for each entry that is no NAME=VALUE, is repeated or has an unknown name.
 
-    `path` is the prefix of the section in flags.
+    The fix keeps the value of an unknown name for the source that was probably meant. `path` is
+    the prefix of the section in flags.
     """
     right: list[str] = []
     wrong: list[str] = []
+    left = [name for name in known or () if name not in named(entries)]
     for entry in entries:
         name, equals, value = entry.partition("=")
         if not (_NAME.fullmatch(name) and equals and value):
             wrong.append(f"{entry!r} is not NAME=VALUE")
         elif known is not None and name not in known:
             wrong.append(f"{name!r} is not a source; the sources are {', '.join(known)}")
+            is_last = field == "weights" and len(left) == 1  # each source has one
+            if meant := left[0] if is_last else nearest_word(name, left):
+                left.remove(meant)
+                right.append(f"{meant}={value}")
         elif name in named(tuple(right)):
             wrong.append(f"{name!r} is listed twice")
         else:

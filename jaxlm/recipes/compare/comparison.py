@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
+from jaxlm.core import disk
 from jaxlm.core.errors import CommandError, InputMissing
 from jaxlm.monitor import report, sinks
 from jaxlm.objectives.config import Causal, Objective
@@ -27,7 +28,8 @@ SEED = "seed"
 UNITS = ("nats", "bits per byte")
 AXES = ("steps", "tokens", "seconds")
 AS_CAUSAL = {each.name for each in get_args(Objective) if each.evaluated_as_causal}
-SHARED_DATA = ("data.tokenizer", "data.train", "data.validation")  # of losses that compare
+TOKENIZER = "data.tokenizer"
+SHARED_DATA = (TOKENIZER, "data.train", "data.validation")  # of losses that compare
 TEXT = ("tokenizer", "template", "train", "validation")  # parts of a fingerprint that have digests
 STARTS: sinks.Shape = {"data": lambda value: isinstance(value, dict)}
 COLUMNS = 5  # amounts of an axis in a table of losses
@@ -380,6 +382,12 @@ def _rounding(name: str, facts: Mapping[str, Any]) -> str:
     return f"{name}: {how} changed the loss from {before:.4f} to {after:.4f} nats"
 
 
+def _have_one_tokenizer(runs: Mapping[str, RunSummary]) -> bool:
+    """Return whether the runs have copies of one tokenizer, which their settings name by path."""
+    files = [run.path / "tokenizer" for run in runs.values()]
+    return all(map(Path.is_file, files)) and len(set(map(disk.sha256, files))) == 1
+
+
 def _notes(
     runs: Mapping[str, RunSummary],
     splits: Mapping[str, str],
@@ -402,6 +410,8 @@ def _notes(
         names = ", ".join(f"{name}: {each}" for name, each in objectives.items())
         notes.append(f"the runs differ in objective.name ({names}): their losses do not compare")
     changed = [path for path in SHARED_DATA if path in differences]
+    if TOKENIZER in changed and _have_one_tokenizer(runs):
+        changed.remove(TOKENIZER)
     if changed and not all(has_reward.values()):
         notes.append(
             f"the runs differ in {', '.join(changed)}: nats per token compare on the same tokens, "

@@ -7,6 +7,7 @@ Example:
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -74,6 +75,11 @@ class TaskResult:
     step: int
     facts: dict[str, Any]
     samples: dict[str, dict[str, Any]]
+
+    @property
+    def file(self) -> str:
+        """Return the task file."""
+        return str(self.facts.get("path", f"{self.name}.toml"))
 
     @property
     def key(self) -> str:
@@ -214,8 +220,15 @@ def compare(paths: Mapping[str, Path]) -> tuple[list[TaskComparison], list[str]]
     return adjusted(compared), notes
 
 
-def violations(compared: Sequence[TaskComparison], requirement: Requirement) -> list[str]:
+def violations(
+    compared: Sequence[TaskComparison], requirement: Requirement, runs: Sequence[Path]
+) -> list[str]:
     """Return why the requirement is not met, for the first metric of each task that fails it.
+
+    Args:
+      compared: comparisons of the tasks that the runs share.
+      requirement: what must hold of them.
+      runs: the directories, for the fix.
 
     Raises CommandError if no task was compared.
     """
@@ -224,7 +237,8 @@ def violations(compared: Sequence[TaskComparison], requirement: Requirement) -> 
             "--require needs results of the same tasks in both runs",
             where="jaxlm compare",
             why="the runs have no results of a task that are of the same version",
-            fix="find . -name '*.toml'    # task files, for jaxlm eval --tasks",
+            fix="\n".join(_missing(runs))
+            or "find . -name '*.toml'    # task files, for jaxlm eval --tasks",
         )
     first = {(each.run_b, each.task): each for each in reversed(compared)}
     reasons = (each.violation(requirement) for each in reversed(first.values()))
@@ -283,19 +297,37 @@ def adjusted(compared: Sequence[TaskComparison]) -> list[TaskComparison]:
     ]
 
 
-def _unpaired(
-    first: str, result: TaskResult, other: str, candidates: Sequence[TaskResult], path: Path
-) -> list[str]:
-    """Return the note on a task that the other run has in another version, or not at all."""
-    file = result.facts.get("path", f"{result.name}.toml")
-    flags = [f"--workdir={path}", f"--tasks={file}"]
+def _missing(runs: Sequence[Path]) -> list[str]:
+    """Return the commands that score the runs on a task; none without its file."""
+    known = {path: read(path)[0] for path in runs}
+    for result in itertools.chain.from_iterable(known.values()):
+        lacking = [path for path in runs if result.key not in (each.key for each in known[path])]
+        if lacking and Path(result.file).is_file():
+            return [_command(result, path) for path in lacking]
+    for file in sorted(itertools.chain(Path().glob("*.toml"), Path().glob("*/*.toml"))):
+        if re.search(r"^items *=", file.read_text(errors="replace"), re.MULTILINE):
+            flags = [[f"--workdir={path}", f"--tasks={file}"] for path in runs]
+            return [shlex.join(["jaxlm", "eval", *each]) for each in flags]
+    return []
+
+
+def _command(result: TaskResult, path: Path) -> str:
+    """Return the command that scores another run as `result` was made."""
+    flags = [f"--workdir={path}", f"--tasks={result.file}"]
     settings = result.facts["settings"]
     for name in ("shots", "form", "limit", "too_long", "seed"):
         if (value := settings.get(name)) not in (None, 0, "refuse"):
             flags.append(f"--{name}={value}")
     switches = {"is_chat": "--chat", "allow_code": "--allow_code"}
     flags += [flag for name, flag in switches.items() if settings.get(name)]
-    command = shlex.join(["jaxlm", "eval", *flags])
+    return shlex.join(["jaxlm", "eval", *flags])
+
+
+def _unpaired(
+    first: str, result: TaskResult, other: str, candidates: Sequence[TaskResult], path: Path
+) -> list[str]:
+    """Return the note on a task that the other run has in another version, or not at all."""
+    command = _command(result, path)
     same_name = [each for each in candidates if each.name == result.name]
     if not same_name:
         return [f"{other} has no result of the task {result.name}: {command}"]

@@ -220,6 +220,21 @@ def test_a_comparison_of_fewer_than_two_runs_says_how_many_are_named(tmp_path, n
     assert caught.value.why == why
 
 
+def test_one_tokenizer_under_two_names_is_no_difference_of_the_tokens(runs, tmp_path):
+    """The setting is a path: it was compared, and not the tokenizer."""
+    shutil.copytree(runs / "first", tmp_path / "other")
+    made = json.loads((tmp_path / "other/config.json").read_text())
+    made["data"]["tokenizer"] = "tok2/tokenizer"
+    (tmp_path / "other/config.json").write_text(json.dumps(made))
+
+    def notes():
+        return " ".join(comparison.compare([runs / "first", tmp_path / "other"]).notes)
+
+    assert "data.tokenizer" not in notes()
+    (tmp_path / "other/tokenizer").write_text("another")
+    assert "the runs differ in data.tokenizer" in notes()
+
+
 def test_runs_without_evaluations_are_compared_by_their_training(runs, tmp_path):
     paths = []
     for name in ("first", "slow"):

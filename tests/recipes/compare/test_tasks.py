@@ -1,6 +1,7 @@
 """`jaxlm compare` of task results: items are paired by id, and words state what they show."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -208,6 +209,26 @@ def test_another_version_is_not_paired_and_the_note_has_the_command(tmp_path, ca
     )
     error = compared(capsys, first, other, page, "--require=not_worse:1%", code=2)["error"]
     assert "same version" in error["why"]
+
+
+def test_a_requirement_without_shared_results_has_the_evaluations_that_make_them(
+    tmp_path, capsys, answers, monkeypatch
+):
+    """The fix was a search for task files."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "first", answers[0], shots=5)
+    write(tmp_path / "other", answers[1], task="more")
+    words = ("first", "other", "--require=not_worse:1%")
+    assert compared(capsys, *words, code=2)["error"]["fix"].startswith("find . -name '*.toml'")
+    (tmp_path / "facts.toml").write_text('items = "a.jsonl"')
+    fix = compared(capsys, *words, code=2)["error"]["fix"]
+    assert fix.startswith("jaxlm eval --workdir=other --tasks=facts.toml --shots=5")
+    for run in ("first", "other"):
+        shutil.rmtree(tmp_path / run / "evals")
+    fix = compared(capsys, *words, code=2)["error"]["fix"]
+    assert fix.splitlines() == [
+        f"jaxlm eval --workdir={run} --tasks=facts.toml" for run in ("first", "other")
+    ]
 
 
 def test_the_newest_finished_step_counts(tmp_path, answers):
