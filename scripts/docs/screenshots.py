@@ -2,9 +2,9 @@
 
     python scripts/docs/screenshots.py
 
-The run is 40 steps of the quickstart with statistics of its layers. Chromium draws the report in
-both themes, and the rows that `jaxlm train` prints, in the colors of its codes. The pictures are in
-scripts/docs/.
+The run is the quickstart with statistics of its layers; nothing else should run meanwhile. Chromium
+draws the report in both themes, and the rows that `jaxlm train` prints, in the colors of its codes.
+The pictures are in scripts/docs/.
 """
 
 import argparse
@@ -25,14 +25,7 @@ ROOT = FOLDER.parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH = 1000  # pixels
 COLUMNS, ROWS = 100, 60  # of the terminal
-SETTINGS = [
-    "train.steps=40",
-    "log.every=4",
-    "eval.every=20",
-    "log.layers=norms,activations",
-    "model.depth=4",
-]
-SETTINGS += ["log.layers_every=4", "train.batch=8", "sample.every=40"]
+SETTINGS = ["log.every=20", "log.layers=norms,activations", "log.layers_every=20"]
 COLORS = {"1": "font-weight:bold", "2": "color:#9198a1", "31": "color:#ff7b72"}
 COLORS |= {"32": "color:#3fb950", "33": "color:#d29922", "36": "color:#39c5cf"}
 CODE = re.compile(r"\x1b\[([\d;]*)([A-Za-z])")
@@ -138,7 +131,8 @@ def picture(page: Path, target: Path, *, height: int = 1400, theme: str = "light
     if done.returncode or not target.is_file():
         raise SystemExit(done.stderr)
     with Image.open(target) as image:
-        image.convert("RGB").quantize(32).save(target, optimize=True)
+        colors = image.convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE)  # rare ones stay
+        colors.save(target, optimize=True)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def _check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
         raise CommandError(
             f"{unknown[0]!r} is no setting and no section of settings",
             where=f"--allow_change={','.join(names)}",
-            why=f"the nearest is {near[unknown[0]]}" if near[unknown[0]] else "none has a like name",
+            why=f"the nearest is {near[unknown[0]]}"
+            if near[unknown[0]]
+            else "none has a like name",
             fix=flag if all(mended) else "jaxlm config show    # lists the settings",
         )
 

@@ -521,12 +521,12 @@ def _outcome(answer: dict[str, Any], verdict: dict[str, Any] | None) -> str:
 
 def _origins(loaded: Loaded, workdir: Path) -> dict[str, str]:
     """Return the origin of each setting; one read from the run's own config has its first one."""
-    own, before = (workdir / "config.json").resolve(), {}
+    config_file, before = (workdir / "config.json").resolve(), {}
     with contextlib.suppress(InputMissing, DataError):  # a description is no reason to end a run
         before = dict(read_json(workdir, PROVENANCE_FILE))
 
     def origin_of(name: str, origin: Origin) -> str:
-        is_own = origin.kind == "file" and Path(origin.where).resolve() == own
+        is_own = origin.kind == "file" and Path(origin.where).resolve() == config_file
         return before.get(name, str(origin)) if is_own else str(origin)
 
     return {name: origin_of(name, origin) for name, origin in loaded.provenance.items()}
