@@ -521,9 +521,10 @@ def _outcome(answer: dict[str, Any], verdict: dict[str, Any] | None) -> str:
 
 def _origins(loaded: Loaded, workdir: Path) -> dict[str, str]:
     """Return the origin of each setting; one read from the run's own config has its first one."""
-    config_file, before = (workdir / "config.json").resolve(), {}
+    config_file, stored = (workdir / "config.json").resolve(), None
     with contextlib.suppress(InputMissing, DataError):  # a description is no reason to end a run
-        before = dict(read_json(workdir, PROVENANCE_FILE))
+        stored = read_json(workdir, PROVENANCE_FILE)
+    before = stored if isinstance(stored, dict) else {}
 
     def origin_of(name: str, origin: Origin) -> str:
         is_own = origin.kind == "file" and Path(origin.where).resolve() == config_file
