@@ -11,13 +11,14 @@ if TYPE_CHECKING:
     from jaxlm.core.callbacks import Callback
     from jaxlm.recipes.config import Run as Config
     from jaxlm.recipes.language_model import LanguageModel, load
-    from jaxlm.recipes.train.api import train
+    from jaxlm.recipes.train.api import ResumeOptions, train
 
-__all__ = ["Callback", "Config", "LanguageModel", "__version__", "load", "train"]
+__all__ = ["Callback", "Config", "LanguageModel", "ResumeOptions", "__version__", "load", "train"]
 _PLACES = {  # imported when they are first used: `import jaxlm` alone imports no JAX
     "Callback": ("jaxlm.core.callbacks", "Callback"),
     "Config": ("jaxlm.recipes.config", "Run"),
     "LanguageModel": ("jaxlm.recipes.language_model", "LanguageModel"),
+    "ResumeOptions": ("jaxlm.recipes.train.api", "ResumeOptions"),
     "load": ("jaxlm.recipes.language_model", "load"),
     "train": ("jaxlm.recipes.train.api", "train"),
 }

@@ -3,6 +3,8 @@
 Example:
   >>> in_python("--config.optim.lr=1e-3 --config.data.kind=chat    # conversations")
   "settings={'optim.lr': 0.001, 'data.kind': 'chat'}    # conversations"
+  >>> in_python("--cast --allow_change=optim.lr")
+  "resume=jaxlm.ResumeOptions(cast=True, allow_change=('optim.lr',))"
 """
 
 import ast
@@ -15,7 +17,8 @@ from typing import Any
 from jaxlm.core.errors import JaxlmError
 
 ARGUMENTS = ("workdir", "init_from", "stop_at", "cpu_devices")  # flags that `train` has too
-FLAG = re.compile(r"--(config\.)?([\w.]+)=(.*)", re.DOTALL)
+RESUME = ("start_at", "force", "reset_optimizer", "cast", "allow_change")  # of jaxlm.ResumeOptions
+FLAG = re.compile(r"--(config\.)?([\w.]+)(?:=(.*))?", re.DOTALL)
 COMMENT = re.compile(r"\s{2,}# .*$")
 
 
@@ -41,16 +44,24 @@ def in_python(line: str) -> str:
     except ValueError:  # text with one quotation mark
         return line
     settings: dict[str, Any] = {}
-    arguments = []
+    arguments, resume = [], []
     for word in words:
         flag = FLAG.fullmatch(word)
-        if flag and flag[1]:
+        if not flag or (flag[3] is None and flag[2] not in RESUME):
+            return line
+        if flag[1]:
             settings[flag[2]] = _value(flag[3])
-        elif flag and flag[2] in ARGUMENTS:
+        elif flag[2] in ARGUMENTS:
             arguments.append(f"{flag[2]}={_value(flag[3])!r}")
+        elif flag[2] == "allow_change":
+            resume.append(f"allow_change={tuple((flag[3] or '').split(','))}")
+        elif flag[2] in RESUME:
+            resume.append(f"{flag[2]}={True if flag[3] is None else _value(flag[3])!r}")
         else:
             return line
     arguments = [f"settings={settings!r}", *arguments] if settings else arguments
+    if resume:
+        arguments.append(f"resume=jaxlm.ResumeOptions({', '.join(resume)})")
     return ", ".join(arguments) + comment if arguments else line
 
 

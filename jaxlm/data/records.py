@@ -50,6 +50,7 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 NAMES = {"utf-32": "UTF-32", "utf-16": "UTF-16", "cp1252": "Windows-1252", "latin1": "Latin-1"}
+_CONTROLS = bytes(sorted({*range(32), 127} - set(b"\t\n\v\f\r\x1b")))  # that texts do not have
 _CONTROLS_OF_LATIN1 = bytes(range(0x80, 0xA0))
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -327,10 +328,20 @@ def note_of_table(pattern: str) -> str | None:
 
 
 def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
-    """Return the error of a file that is not UTF-8, whose fix converts it and keeps the old one."""
+    """Return the error of a file that is not UTF-8, whose fix converts it and keeps the old one.
+
+    A file with control characters, as an image has, is no text: the fix hides it.
+    """
+    path, data = Path(name), error.object
     where = f"{name}, {unit} {error.start}"
-    why = f"0x{error.object[error.start]:02x}: {error.reason}"
-    fix = _to_utf8(Path(name), likely_encoding(error.object))
+    why = f"0x{data[error.start]:02x}: {error.reason}"
+    is_marked = any(data.startswith(mark) for mark, _ in MARKS)
+    if unit == "byte" and not is_marked and data.translate(None, _CONTROLS) != data:
+        hidden = path.with_name(f".{path.name}")
+        fix = f"{shlex.join(['mv', name, str(hidden)])}    # hidden files are not read"
+        why += ", and it has control characters"
+        return DataError("a file is no text", where=where, why=why, fix=fix)
+    fix = _to_utf8(path, likely_encoding(data))
     return DataError("a file is not UTF-8", where=where, why=why, fix=fix)
 
 

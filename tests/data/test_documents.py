@@ -117,6 +117,18 @@ def test_a_file_that_is_not_utf8_is_mended_by_the_line_to_paste(tmp_path, name):
     assert [path.name for path in unchanged] == [f".{name}.latin1"]
 
 
+def test_a_file_that_is_no_text_is_hidden_by_the_line_to_paste(tmp_path: Path) -> None:
+    picture = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+    (tmp_path / "a b.txt").write_bytes(picture)
+    (tmp_path / "good.txt").write_text("good")
+    with pytest.raises(DataError, match="a file is no text") as caught:
+        _read(tmp_path / "*")
+    assert "control characters" in caught.value.why
+    subprocess.run(["sh", "-c", caught.value.fix], check=True, cwd="/")
+    assert _read(tmp_path / "*") == (["good"], {})
+    assert (tmp_path / ".a b.txt").read_bytes() == picture
+
+
 QUOTES = "\u201cna\u00efve\u201d caf\u00e9 \u2014 d\u00e9j\u00e0 vu"
 
 

@@ -257,3 +257,13 @@ def test_the_fix_of_a_call_is_an_argument_of_the_call(wrong, tmp_path):
     fixed = eval(f"dict({caught.value.fix})")
     api._loaded(SMALL, fixed["settings"])
     assert set(fixed["settings"].values()) == set(wrong.values())
+
+
+def test_the_fix_of_a_resumed_call_is_an_argument_of_the_call(train):
+    texts = ["one two three four"] * 40
+    train(texts, stop_at=1)
+    with pytest.raises(ConfigError) as caught:
+        train(texts, settings={"optim.lr": 2e-3}, stop_at=2)
+    (line,) = [each for each in caught.value.fix.splitlines() if each.startswith("resume=")]
+    fixed = eval(f"dict({line})", {"jaxlm": jaxlm})
+    assert train(texts, settings={"optim.lr": 2e-3}, stop_at=2, **fixed).step == 2
