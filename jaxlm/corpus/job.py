@@ -23,10 +23,10 @@ from jaxlm.corpus.mix.config import ShardSettings, named
 from jaxlm.corpus.readers import spans
 from jaxlm.corpus.readers.files import can_cut, cut
 from jaxlm.corpus.readers.spans import FileSpan
-from jaxlm.data.documents import Corpus
+from jaxlm.data.documents import UNFINISHED, Corpus
 
 FORMAT_VERSION = 3
-RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
+RECIPE, WORK, CLUSTERS = "recipe.json", UNFINISHED, "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
 MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of its own
 _T = TypeVar("_T")

@@ -27,6 +27,7 @@ PROBED_RECORDS = 1000  # of each source are read before tokenizing
 PROBED_BYTES = 2**27  # limit for all sources: half a second of text, a second of JSON
 COUNTED_BYTES = 2**30  # limit for counting broken records: a few seconds
 MAX_DROPPED = 0.001  # share of the records
+UNFINISHED = "unfinished"  # folder in the output of `jaxlm data run` and `data mix` until their end
 STDLIB_PARTS = {"stdlib:train", "stdlib:validation"}
 # pydoc_data is one generated file of prose; it would be 60% of the validation bytes.
 STDLIB_LEFT_OUT = frozenset(
@@ -326,6 +327,16 @@ def notes_of_tables(entries: Iterable[str]) -> Iterator[str]:
         place = Path(entry.rpartition("=")[2])
         globs = text_globs(place) if place.is_dir() and not _shards(str(place)) else [entry]
         yield from filter(None, map(records.note_of_table, globs))
+
+
+def notes_of_unfinished(entries: Iterable[str]) -> Iterator[str]:
+    """Yield the folder of each entry in which `jaxlm data run` or `data mix` has not finished."""
+    for entry in entries:
+        place = Path(entry.rpartition("=")[2])
+        for folder in (place, *itertools.islice(place.parents, 3)):  # OUT/train/NAME/tokens-*
+            if (folder / UNFINISHED).is_dir() and (folder / "recipe.json").is_file():
+                why = "the command that began it continues it, and it may lack documents until then"
+                yield f"{folder} is not finished: {why}"
 
 
 def text_globs(folder: Path) -> list[str]:

@@ -31,7 +31,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.data import cache, dataset
 from jaxlm.data.config import HELD_OUT, TOKENIZER_FILES, DataConfig
 from jaxlm.data.dataset import Data
-from jaxlm.data.documents import notes_of_tables
+from jaxlm.data.documents import notes_of_tables, notes_of_unfinished
 from jaxlm.data.teacher import StoredTeacher
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import TokenizerPrefix
@@ -427,7 +427,8 @@ def open_data(
         if copy is not None and copy.is_file():
             warn(f"data.tokenizer: {data.tokenizer} does not exist here; its copy {copy} is read")
             data = dataclasses.replace(data, tokenizer=str(copy))
-    for note in notes_of_tables((*data.train, *data.validation)):
+    entries = (*data.train, *data.validation)
+    for note in (*notes_of_tables(entries), *notes_of_unfinished(entries)):
         warn(note)
     with name_start_folder(workdir):
         opened = dataset.open_data(

@@ -18,7 +18,12 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.conversations import ChatFields
-from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus, notes_of_tables
+from jaxlm.data.documents import (
+    STDLIB_HELD_OUT,
+    Corpus,
+    notes_of_tables,
+    notes_of_unfinished,
+)
 from jaxlm.data.records import LeftOut, likely_encoding, note_of_table
 from jaxlm.data.text_digest import TextDigests
 
@@ -327,3 +332,13 @@ def test_a_table_in_a_folder_has_its_note_as_well(tmp_path: Path) -> None:
     notes = list(notes_of_tables((f"web={tmp_path}", f"{tmp_path}/rows.csv")))
     ends = [f"{tmp_path}/{name} is read as one text" for name in ("*.csv", "**/*.tsv", "rows.csv")]
     assert all(note.startswith(end) for note, end in zip(notes, ends, strict=True))
+
+
+def test_text_of_a_recipe_that_has_not_finished_has_a_note(tmp_path: Path) -> None:
+    for name in ("out/kept", "out/unfinished", "done/kept"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("out", "done"):
+        (tmp_path / name / "recipe.json").write_text("{}")
+    entries = (f"web={tmp_path}/out/kept/*.jsonl", f"{tmp_path}/done/kept/*.jsonl")
+    (note,) = notes_of_unfinished(entries)
+    assert note.startswith(f"{tmp_path}/out is not finished")
