@@ -188,6 +188,7 @@ SITUATIONS: dict[str, Situation] = {
         f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps",
         prepare=is_in_use,
     ),
+    "eval of a step and of the best one": Situation(f"eval {RUN} --best --step=1"),
     "eval of a run without checkpoints": Situation(f"eval {RUN}", "rm -r runs/a/checkpoints/*"),
     "inspection of a run without checkpoints": Situation(
         f"checkpoint inspect {RUN}", "rm -r runs/a/checkpoints/*"

@@ -561,7 +561,17 @@ def select_step(
       best: take the best step instead of the newest.
       `say`: receives log lines.
       before: the text before a step on the command line, for errors.
+
+    Raises CommandError if a step and the best one are requested, and what `committed_step` and
+    `check_undamaged` raise.
     """
+    if best and step is not None:
+        raise CommandError(
+            "a step and the best one are requested",
+            where=f"--best {before}{step}",
+            why=f"they may differ: the best is that of step {store.best()}",
+            fix=f"leave --best out\nleave {before}{step} out",
+        )
 
     def damaged(step: int, lines: list[str]) -> None:
         say(f"checkpoint {step} is damaged ({lines[0]})")
