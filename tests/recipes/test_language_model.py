@@ -49,7 +49,9 @@ def model(run):
 def test_importing_jaxlm_is_light_and_shows_what_there_is():
     program = "import sys, jaxlm; print(dir(jaxlm), jaxlm.__version__, 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    names = "['Callback', 'Config', 'LanguageModel', 'ResumeOptions', '__version__', 'load', 'train']"
+    names = (
+        "['Callback', 'Config', 'LanguageModel', 'ResumeOptions', '__version__', 'load', 'train']"
+    )
     assert done.stdout.strip() == f"{names} {jaxlm.__version__} False", done.stderr
     assert inspect.isfunction(jaxlm.train)
     assert inspect.isfunction(jaxlm.load)
