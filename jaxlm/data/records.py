@@ -50,7 +50,7 @@ MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 NAMES = {"utf-32": "UTF-32", "utf-16": "UTF-16", "cp1252": "Windows-1252", "latin1": "Latin-1"}
-_CONTROLS = bytes(sorted({*range(32), 127} - set(b"\t\n\v\f\r\x1b")))  # that texts do not have
+CONTROLS = bytes(set(range(32)) - set(b"\t\n\f\r\x1b"))  # in no text of a legacy encoding
 _CONTROLS_OF_LATIN1 = bytes(range(0x80, 0xA0))
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -336,7 +336,7 @@ def not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
     where = f"{name}, {unit} {error.start}"
     why = f"0x{data[error.start]:02x}: {error.reason}"
     is_marked = any(data.startswith(mark) for mark, _ in MARKS)
-    if unit == "byte" and not is_marked and data.translate(None, _CONTROLS) != data:
+    if unit == "byte" and not is_marked and data.translate(None, CONTROLS) != data:
         hidden = path.with_name(f".{path.name}")
         fix = f"{shlex.join(['mv', name, str(hidden)])}    # hidden files are not read"
         why += ", and it has control characters"

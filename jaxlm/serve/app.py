@@ -182,7 +182,9 @@ class Server:
             return RefusedRequest(421, "the Host header is not one of this server")
         if not self._keys or scope["path"] in OPEN:
             return None
-        if self._keys.name_of(headers.get(b"authorization", "")) is not None:
+        name = self._keys.name_of(headers.get(b"authorization", ""))
+        if name is not None:
+            scope.setdefault("state", {})["key"] = name  # `request.state.key` of the handlers
             return None
         message = "the key is missing or wrong: Authorization: Bearer KEY"
         return RefusedRequest(401, message, www_authenticate="Bearer")
@@ -222,8 +224,7 @@ class Server:
             "status": status,
             "seconds": round(time.monotonic() - begun, 4),
         }
-        name = self._keys.name_of(request.headers.get("authorization", ""))
-        if name is not None:
+        if (name := getattr(request.state, "key", None)) is not None:
             line["key"] = name
         response: api.Response | None = getattr(request.state, "response", None)
         if response is not None:
@@ -311,7 +312,7 @@ class Server:
         """Queue a call within the limits of its key."""
         if not self._keys:
             return self.bridge.submit(call.requests)
-        name = self._keys.name_of(request.headers.get("authorization", "")) or ""
+        name = request.state.key
         # With one salt, the time to the first token would show prompts of other clients.
         call = api.with_salt(call, name)
         tokens = sum(each.size for each in call.requests)

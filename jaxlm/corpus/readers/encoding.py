@@ -8,6 +8,7 @@ from collections import Counter
 from typing import IO, Any
 
 from jaxlm.data.formats import ByteReader
+from jaxlm.data.records import CONTROLS
 
 # The longer marks first: the one of UTF-32 begins with the one of UTF-16.
 MARKS = (
@@ -42,7 +43,6 @@ ALPHABETS = {
     "cp1254": ("çğıöşüâîû",),
 }
 PROBED = 2**16  # bytes from which an encoding is detected
-_CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
 MAX_HIGH_LETTERS = 0.25  # share of high halves of UTF-16, if the bytes are valid UTF-8 as well
@@ -172,7 +172,7 @@ def _has_letters_in_high_halves(data: bytes, name: str) -> bool:
 
 def _share_of_controls(data: bytes) -> float:
     probe = data[:PROBED]
-    return 1 - len(probe.translate(None, _CONTROLS)) / len(probe) if probe else 0.0
+    return 1 - len(probe.translate(None, CONTROLS)) / len(probe) if probe else 0.0
 
 
 def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[bytes]:
