@@ -230,6 +230,8 @@ def unknown(
     elif elsewhere := sections.settings(schema, raw, every_arm=True).get(path):
         what = f"{path} is not a setting here"
         why, fix = f"it is a setting of another {section}: {elsewhere.doc}", explain(path)
+    elif named := _of_an_arm(present, raw, section, leaf, value):
+        why, fix = named
     else:
         while section and section not in present:
             section = section.rpartition(".")[0]
@@ -237,6 +239,31 @@ def unknown(
         why = f"{section or 'the config'} has {', '.join(names)}"
         fix = explain(section or root_name(schema))
     return Problem(what, why, origin, fix)
+
+
+def _of_an_arm(
+    present: dict[str, Setting], raw: Raw, name: str, leaf: str, value: Any
+) -> tuple[str, str] | None:
+    """Return why and fix if a section is named by an arm of a union: `lora.rank` or `dpo.beta`.
+
+    Args:
+      present: the settings of the config, by path.
+      raw: the config as nested dicts.
+      name, leaf, value: the two parts of the unknown path, and its value.
+    """
+    for section, union in present.items():
+        arm = sections.by_name(union.arms).get(name) if union.arms else None
+        known = sections.fields(arm).get(leaf) if arm else None
+        if known is None:
+            continue
+        path = f"{section}.{leaf}"
+        why = f"it is {path} with {section}.{sections.tag(union.arms[0])}={name}: {known.doc}"
+        fix = explain(path) if value is None else flag_or_explain(path, known, value)
+        chosen = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
+        if chosen is not arm and not fix.startswith(EXPLAIN):
+            fix = f"{flag(f'{section}.{sections.tag(union.arms[0])}', name)} {fix}"
+        return why, fix
+    return None
 
 
 def root_name(schema: type) -> str:
@@ -266,6 +293,8 @@ def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[s
     """Return the settings that `path` may mean, likeliest first; `others` are aliases."""
     section, _, leaf = path.rpartition(".")
     alias = others.get(leaf.lower().replace("-", "_"), "")
+    if alias in known and alias.rpartition(".")[0] == section:
+        return [alias]
     most = len(leaf) // 3 + 1 if len(leaf) > 3 else 1  # of three letters, two make another word
     scores = {}
     for name in known:
@@ -287,17 +316,19 @@ def _nearest(schema: type, path: str, known: dict[str, Setting]) -> str | None:
 
 
 def _by_name(schema: type, name: str, known: dict[str, Setting]) -> str | None:
-    """Return the setting with this path, last part or name in another trainer, or None.
+    """Return the setting with this name in another trainer, path or last part, or None.
 
     If several settings have this last part, it is that of `train`.
     """
     folded = name.replace("-", "_")
     plain = [path for path, each in known.items() if not each.arms]
+    alias = getattr(schema, "ALIASES", {}).get(folded)
+    if alias in plain:
+        return alias
     paths = [path for path in plain if folded in (path, path.rpartition(".")[2])]
     if f"train.{folded}" in paths:
-        paths = [f"train.{folded}"]
-    path = paths[0] if len(paths) == 1 else getattr(schema, "ALIASES", {}).get(folded)
-    return path if path in plain else None
+        return f"train.{folded}"
+    return paths[0] if len(paths) == 1 else None
 
 
 def for_flag(schema: type, name: str, value: str | None) -> str | None:

@@ -112,6 +112,8 @@ def test_an_unknown_flag_keeps_its_value_or_lists_the_flags(flag, fix, capsys):
         ("batch", "train.batch"),
         ("batch_size", "train.batch"),
         ("seq-len", "data.sequence"),
+        ("layers", "model.depth"),
+        ("keep", "checkpoint.keep_last"),
     ],
 )
 def test_the_name_of_a_setting_is_explained_as_the_setting_of_a_flag(name, path, capsys):
@@ -131,7 +133,26 @@ def test_names_of_other_trainers_are_settings_that_exist():
     known = settings(Run, {})
     for name, path in Run.ALIASES.items():
         assert path in known or path.rpartition(".")[0] in known, name
-        assert name not in {each.rpartition(".")[2] for each in known}, name
+        # `--layers=6` is the depth in every other trainer, and log.layers takes no number.
+        assert name == "layers" or name not in {each.rpartition(".")[2] for each in known}, name
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model.layers=6", "--config.model.depth=6"),  # log.layers has the same last part
+        ("log.layer=norms", "--config.log.layers=norms"),
+        ("model.max_position_embeddings=512", "--config.model.max_positions=512"),
+        ("optim.clip=0.5", "--config.optim.clip_norm=0.5"),
+        ("data.max_length=64", "--config.data.sequence=64"),
+        ("mesh.dp=1", "--config.mesh.data=1"),
+        ("rl.num_generations=4", "--config.rl.samples=4"),
+        ("train.report_to=wandb", "--config.log.sinks=wandb"),
+        ("lora.rank=8", "--config.tune.name=lora --config.tune.rank=8"),
+    ],
+)
+def test_the_name_of_another_trainer_in_a_section_is_fixed_to_the_setting(override, fix, capsys):
+    assert refused(capsys, "config", "validate", f"--config.{override}")["fix"] == fix
 
 
 @pytest.mark.parametrize(
