@@ -293,7 +293,10 @@ class Parser(argparse.ArgumentParser):
         """Add an action, whose `run(args, out)` returns the exit code, and return its parser."""
         if self._choices is None:
             self._choices = self.add_subparsers(dest="action", required=True)
-        action = self._choices.add_parser(name, help=doc, description=f"{doc[0].upper()}{doc[1:]}.")
+        prefix = f"{self.prog} {name} "
+        lines = [line for line in self.examples.splitlines() if line.startswith(prefix)]
+        description = "\n".join([f"{doc[0].upper()}{doc[1:]}.", "", *lines]).strip()
+        action = self._choices.add_parser(name, help=doc, description=description)
         action.set_defaults(run_action=run)
         action.examples = self.examples
         self._choices.metavar = "|".join(self._choices.choices)
@@ -322,10 +325,14 @@ class Parser(argparse.ArgumentParser):
         add_flag(self, *CPU_DEVICES)
 
     def add_shared(self) -> None:
-        """List the shared flags in `--help`; `extract` reads them."""
+        """List the shared flags in `--help`, also of the actions; `extract` reads them."""
+        for action in self.actions.values():
+            action.add_shared()
         group = self.add_argument_group("every verb")
         withheld = self.get_default("withheld") or ()
+        schema = (self.get_default("schema") or "").rpartition(":")[2].lower()
         for flag, (value, text) in SHARED.items():
+            text = text.replace("explain a.b", f"explain {schema or 'a.b'}")
             if flag not in withheld:
                 options: Any = {"metavar": value} if value else {"action": "store_true"}
                 group.add_argument(flag, help=text, dest="_shared", **options)

@@ -74,12 +74,12 @@ def words() -> list[Word]:
         parser = Parser(prog=f"jaxlm {name}", description="")
         module = importlib.import_module(verb.module)
         module.add_arguments(parser)
-        parser.add_shared()
-        result += _of_parser(name, parser)
         for action, each in parser.actions.items():
             result += _of_parser(f"{name} {action}", each)
             if schema := each.get_default("schema"):
                 schemas[schema] = f"{name} {action}"
+        parser.add_shared()  # after the actions, which share the flags of the verb
+        result += _of_parser(name, parser)
     for schema in (RUN, *schemas):
         module_name, _, kind = schema.partition(":")
         section = getattr(importlib.import_module(module_name), kind)
@@ -95,7 +95,7 @@ def words() -> list[Word]:
 def _of_parser(context: str, parser: Parser) -> Iterator[Word]:
     """Yield the flags, actions and named arguments of a parser."""
     for name, action in parser.actions.items():
-        yield Word(context, name, "", action.description or "")
+        yield Word(context, name, "", (action.description or "").partition("\n")[0])
     for each in parser._actions:
         doc = (each.help or "").replace("%%", "%")
         if not each.option_strings:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, add_flag
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
+from jaxlm.core.config_file import OtherSchema
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.sections import fields, show
 from jaxlm.corpus.config import Recipe
@@ -40,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def _show(args: Any, out: Output) -> int:
-    loaded = config.load(Run, args.config or args.workdir, args.overrides, is_part=True)
+    loaded = _load(args, is_part=True)
     try:
         _load(args)
     except ConfigError as error:  # a shipped config may lack what a user names, such as the data
@@ -67,7 +68,7 @@ def _validate(args: Any, out: Output) -> int:
     count = len(loaded.provenance)
     chosen = sum(origin.kind != "default" for origin in loaded.provenance.values())
     lines, cautions = [f"valid: {count} settings, {chosen} of them not at their default"], []
-    for path, why, fix in loaded.value.cautions():
+    for path, why, fix in loaded.value.cautions() if isinstance(loaded.value, Run) else ():
         lines.append(f"caution: {path}: {why}; if this is not intended, {fix}")
         cautions.append({"path": path, "why": why, "fix": fix})
     answer = {"valid": True, "settings": count, "chosen": chosen, "cautions": cautions}
@@ -124,8 +125,8 @@ def _line(schema: type, loaded: config.Loaded, path: str) -> str:
 
 
 def _diff(args: Any, out: Output) -> int:
-    a = config.load(Run, args.a, is_part=True).value
-    b = config.load(Run, args.b, args.overrides, is_part=True).value
+    a = _read(args.a, (), is_part=True).value
+    b = config.load(type(a), args.b, args.overrides, is_part=True).value
     changes, lines, records = config.diff(a, b), [], []
     width = max((len(each.path) for each in changes), default=0)
     for each in changes:
@@ -141,7 +142,7 @@ def _diff(args: Any, out: Output) -> int:
 
 
 def _plot(args: Any, out: Output) -> int:
-    run = _load(args).value
+    run = config.load(Run, args.config or args.workdir, args.overrides).value
 
     from jaxlm.recipes.diagnose import schedule_plot
 
@@ -156,5 +157,13 @@ def _shown(value: Any) -> str:
     return "(absent)" if value is config.ABSENT else show(value)
 
 
-def _load(args: Any) -> config.Loaded:
-    return config.load(Run, args.config or args.workdir, args.overrides)
+def _load(args: Any, *, is_part: bool = False) -> config.Loaded:
+    return _read(args.config or args.workdir, args.overrides, is_part=is_part)
+
+
+def _read(file: str | None, overrides: Any, *, is_part: bool) -> config.Loaded:
+    """Load the config of a run, or of `jaxlm data run` or `mix` if the file returns that."""
+    try:
+        return config.load(Run, file, overrides, is_part=is_part)
+    except OtherSchema as error:
+        return config.load(error.schema, file, overrides, is_part=is_part)

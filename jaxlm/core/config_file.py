@@ -144,15 +144,23 @@ class _Fresh(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _of_another_verb(kind: Any, schema: Any, path: Path, argument: str | None) -> ConfigError:
+class OtherSchema(ConfigError):
+    """A config file of another verb; `schema` is the one that it returns."""
+
+    schema: type
+
+
+def _of_another_verb(kind: Any, schema: Any, path: Path, argument: str | None) -> OtherSchema:
     flag = f"--config={shipped.flag_value(path)}{'' if argument is None else f':{argument}'}"
     verb, _, rest = kind.VERB.partition(" --")
-    return ConfigError(
+    error = OtherSchema(
         f"{short(path)} is a config of `jaxlm {verb}`",
         where=flag,
         why=f"it returns a {kind.__name__}, and this verb reads a {schema.__name__}",
         fix=f"jaxlm {verb} {shlex.quote(flag)} --{rest}",
     )
+    error.schema = kind
+    return error
 
 
 def _from_program(

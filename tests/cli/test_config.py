@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,21 @@ def test_a_config_that_lacks_its_data_is_shown_explained_and_compared(capsys):
     assert "tune.name" in changes
     assert main(["config", "show", "--config=finetune/lora", "--config.tune.rank=x"]) == 2
     assert main(["config", "explain", "tune.rank", "--config.tune.rank=x"]) == 2
+
+
+def test_a_recipe_is_shown_compared_and_validated_like_the_config_of_a_run(capsys):
+    flag = "--config=data/clean_stdlib"
+    assert main(["config", "show", flag, "--config.length.least=7"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^  least +7 +--config.length.least=7$", text, re.MULTILINE)
+    assert main(["config", "diff", "data/clean_stdlib", "data/clean_text"]) == 0
+    assert re.search(
+        r"^stages +normalize,length,code,pii -> ", capsys.readouterr().out, re.MULTILINE
+    )
+    assert main(["config", "validate", flag]) == 0
+    assert capsys.readouterr().out.startswith("valid: ")
+    assert main(["config", "validate", flag, "--config.stages=lengths"]) == ConfigError.code
+    assert main(["config", "diff", "quickstart", "data/clean_text"]) == ConfigError.code
 
 
 def test_explain_of_a_misspelt_setting_names_the_nearest(capsys):

@@ -122,6 +122,17 @@ def test_every_verb_explains_itself(name, capsys):
     assert importlib.import_module(VERBS[name].module).__doc__.splitlines()[0] in text
 
 
+def test_the_help_of_an_action_has_its_command_lines_and_the_flags_of_every_verb(capsys):
+    assert main(["data", "run", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "\njaxlm data run --config=RECIPE --out=DIR " in text
+    assert "--config FILE|NAME[:ARG]" in text
+    assert "`jaxlm config explain recipe`" in text
+    assert "jaxlm data mix" not in text
+    assert main(["data", "check", "--help"]) == 0
+    assert "--config " not in capsys.readouterr().out
+
+
 def test_no_verb_shows_the_usage_and_is_an_error(capsys):
     assert main([]) == 2
     assert "usage: jaxlm VERB" in capsys.readouterr().out

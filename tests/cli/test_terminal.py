@@ -58,7 +58,7 @@ def test_every_verb_and_action_has_a_description_and_a_help_that_wraps_nowhere(m
         module = command_line.importlib.import_module(verb.module)
         parser = Parser(prog=f"jaxlm {name}", description=module.__doc__)
         module.add_arguments(parser)
+        parser.add_shared()
         for action, each in {name: parser, **parser.actions}.items():
             assert each.description, f"{name} {action}"
-            each.add_shared()
             assert [line for line in each.format_help().splitlines() if len(line) > 100] == []
