@@ -88,6 +88,9 @@ COMPUTING = {  # verbs that read all weights of a model many times
     *("prune", "replay", "lr-find", "bench"),
 }
 
+# Commands that are not runs, and continue where an earlier process of them ended.
+CONTINUED = {"data run", "data mix", "teach", "collect", "rate", "eval", "sweep", "scale"}
+
 USAGE = """\
 usage: jaxlm VERB [--config=FILE|NAME[:ARG]] [--config.a.b=VALUE ...] [--workdir=DIR]
                   [--json] [--quiet] [--trace]
@@ -121,7 +124,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        continues = {words[0], " ".join(words[:2])} & CONTINUED
+        more = ": the same command continues" if continues else ""
+        print(f"interrupted{more}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         abandon(sys.stdout)

@@ -21,7 +21,7 @@ import jaxlm.cli
 from jaxlm.cli import arguments
 from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
-from jaxlm.cli.main import VERBS, Verb, main
+from jaxlm.cli.main import CONTINUED, VERBS, Verb, main
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, DataError, NotWritable
 from jaxlm.core.sections import show
@@ -363,9 +363,20 @@ def test_a_bug_of_ours_is_70_with_a_traceback_and_says_so(verb, capsys):
     assert "bug in jaxlm" in text
 
 
-def test_an_interrupt_is_130(verb):
+def test_an_interrupt_is_130(verb, capsys, monkeypatch):
     verb.run = raising(KeyboardInterrupt())
     assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr("jaxlm.cli.data._clean", raising(KeyboardInterrupt()))
+    assert main(["data", "run", "--out=clean"]) == 130
+    assert capsys.readouterr().err == "interrupted: the same command continues\n"
+
+
+def test_the_commands_that_continue_exist():
+    for words in map(str.split, CONTINUED):
+        parser = arguments.Parser(prog=f"jaxlm {words[0]}")
+        importlib.import_module(VERBS[words[0]].module).add_arguments(parser)
+        assert set(words[1:]) <= set(parser.actions)
 
 
 def test_the_code_that_a_verb_returns_is_the_exit_code(verb):
