@@ -32,7 +32,7 @@ FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     ("--presence_penalty", "X", 0.0, "penalty subtracted from logits of tokens in the text"),
     ("--frequency_penalty", "X", 0.0, "penalty per occurrence of a token in the text"),
     ("--stop", "TEXT", [], "string that ends a text; repeatable"),
-    ("--json_schema", "FILE", str, "file with a JSON schema that each text matches"),
+    ("--json_schema", "FILE|JSON", str, "JSON schema that each text matches, or its file"),
     ("--regex", "EXPR", str, "regular expression that each whole text matches"),
     ("--choice", "TEXT", [], "allowed text; each result is one of them; repeatable"),
     ("--grammar", "FILE", str, "file with a Lark grammar that each text matches"),
@@ -79,6 +79,8 @@ def _file(args: Any, name: str) -> str | None:
     path = getattr(args, name)
     if path is None:
         return None
+    if name == "json_schema" and path.lstrip().startswith("{"):
+        return path
     if not Path(path).is_file():
         fix = f"echo {shlex.quote(EXAMPLES[name])} > {shlex.quote(path)}"
         what, why = f"the file of --{name} is missing", f"there is no file {path}"

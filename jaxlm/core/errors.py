@@ -15,14 +15,17 @@ Example:
 
 import errno
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxlm.core.quoting import safe
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # disk full: unlike other write errors, it may pass
+CLOSED = (errno.EACCES, errno.EPERM)
 
 EARLIER_STEP = "use an earlier --step, whose weights are finite"  # a fix for people
 
@@ -159,6 +162,8 @@ def as_jaxlm_error(error: BaseException, verb: str = "train") -> JaxlmError | No
     """Return a library's error as a JaxlmError, None for a bug; `verb` is the command that ran."""
     if isinstance(error, JaxlmError):
         return error
+    if isinstance(error, OSError) and error.filename is not None:
+        return _of_path(error)
     is_on_host = isinstance(error, MemoryError)
     if not is_on_host and not is_out_of_memory(error):
         return None
@@ -168,6 +173,20 @@ def as_jaxlm_error(error: BaseException, verb: str = "train") -> JaxlmError | No
     where, why = "the host" if is_on_host else "a device", str(error).partition("\n")[0]
     what = "the program ran out of memory"
     return OutOfMemory(what, where=where, why=why or type(error).__name__, fix=fix)
+
+
+def _of_path(error: OSError) -> InputMissing | None:
+    """Return the error of a path that the operating system refuses; None for other errors."""
+    path, why = os.fsdecode(error.filename), f"{type(error).__name__}: {error.strerror}"
+    if error.errno in CLOSED:
+        folders = (each for each in reversed(Path(path).parents) if each.exists())
+        closed = next((each for each in folders if not os.access(each, os.X_OK)), path)
+        fix = f"ls -ld {shlex.quote(str(closed))}"
+        return InputMissing("this process has no permission", where=path, why=why, fix=fix)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        fix = "name the file that has the text"
+        return InputMissing("this is not the path of a file", where=path, why=why, fix=fix)
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

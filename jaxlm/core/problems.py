@@ -82,9 +82,11 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """The problem without its fix, in one line."""
-        text = f"{self.origin}: {self.what}; {self.why}"
-        return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
+        """The problem without its fix, in one line; a long path does not shorten the rest."""
+        text = f"{self.what}; {self.why}"
+        if len(text) > MAX_LETTERS:
+            text = f"{text[:MAX_LETTERS].rpartition(' ')[0]} ..."
+        return f"{self.origin}: {text}"
 
 
 class UnknownSetting(ConfigError, AttributeError, KeyError):

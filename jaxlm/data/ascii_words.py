@@ -60,11 +60,14 @@ class AsciiWords:
           parsed: its content.
           encode_word: returns the ids of a word.
         """
-        patterns = _patterns(parsed)
+        try:
+            patterns = _patterns(parsed)
+            added = parsed.get("added_tokens") or ()
+            spelt = [re.escape(token["content"]) for token in added if not token.get("special")]
+        except (TypeError, KeyError, AttributeError):  # the library reads lists for objects too
+            return None
         if patterns is None or _processors() > MOST_PROCESSORS:
             return None
-        added = parsed.get("added_tokens") or ()
-        spelt = [re.escape(token["content"]) for token in added if not token.get("special")]
         return cls(patterns, re.compile("|".join(spelt) or "(?!)"), encode_word)
 
     def encode(self, text: str) -> bytes | None:

@@ -7,6 +7,7 @@ Example:
 
 import dataclasses
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -308,7 +309,7 @@ def file_of_tokenizer(text: str) -> str:
     Any other value, and a folder without such a file, is returned as it is.
     """
     is_kind = text.partition(":")[0] in ("", "bytes", "characters", *SIZED)
-    if is_kind or not Path(text).is_dir():
+    if is_kind or not os.path.isdir(text):  # `Path.is_dir` raises for a name that is too long
         return text
     files = (Path(text) / name for name in FOLDER_FILES)
     return next((str(file) for file in files if file.is_file()), text)

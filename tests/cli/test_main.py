@@ -1,6 +1,7 @@
 """The front door: verbs, flags, exit codes, and the form of errors."""
 
 import argparse
+import errno
 import importlib
 import io
 import itertools
@@ -23,7 +24,7 @@ from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import CONTINUED, VERBS, Verb, main
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError, DataError, NotWritable
+from jaxlm.core.errors import CommandError, DataError, InputMissing, NotWritable
 from jaxlm.core.sections import show
 from jaxlm.recipes.config import Run
 
@@ -361,6 +362,33 @@ def test_a_bug_of_ours_is_70_with_a_traceback_and_says_so(verb, capsys):
     assert "Traceback" in text
     assert "internal error: ZeroDivisionError: oops" in text
     assert "bug in jaxlm" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --config=quickstart --workdir=X",
+        "generate --workdir=X",
+        "eval --workdir=X",
+        "import --from=hf X --workdir=run",
+        "data check X",
+        "config diff X quickstart",
+    ],
+)
+def test_a_name_that_is_too_long_for_a_path_is_66(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words.replace("X", "x" * 300).split()) == InputMissing.code
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_folder_without_permission_is_66_and_the_fix_lists_it(verb, tmp_path, capsys):
+    """The processes of this test may have all permissions, so the error is that of the system."""
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{tmp_path}/closed/r/x.json")
+    verb.run = raising(error)
+    assert main(["probe"]) == InputMissing.code
+    assert f"fix    ls -ld {tmp_path}/closed/r/x.json" in capsys.readouterr().err
+    verb.run = raising(OSError(errno.EIO, os.strerror(errno.EIO), "x"))
+    assert main(["probe"]) == 70
 
 
 def test_an_interrupt_is_130(verb, capsys, monkeypatch):

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from jaxlm.core import config
+from jaxlm.core import config, problems
 from jaxlm.core.config import Span, setting
 from jaxlm.core.errors import ConfigError, InputMissing
 
@@ -365,6 +365,19 @@ def test_all_problems_come_in_one_error_with_their_places(write):
     ):
         assert part in text
     assert error.fix == "jaxlm config explain seed optim.lr train.steps"
+
+
+def test_the_nearest_setting_is_named_under_a_long_path(tmp_path):
+    folder = tmp_path / "/".join(f"{number:060}" for number in range(3))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"train": {"stpes": 3}, "optim": {"lr": -1}}')
+    assert "the nearest is train.steps: " in failure(str(folder / "config.json")).why
+
+
+def test_a_long_line_of_a_problem_ends_with_a_word():
+    line = problems.Problem("it is wrong", "because " * 60, problems.DEFAULT).line
+    assert len(line) < 200
+    assert line.endswith(" because ...")
 
 
 def test_problems_with_values_in_other_notations_are_fixed_together(write):

@@ -167,6 +167,9 @@ def test_a_pattern_that_may_mean_something_else_is_left_to_the_library(pattern):
         {"added_tokens": [{"content": "<t>", "special": True, "lstrip": True}]},
         {"model": {"type": "BPE", "dropout": 0.1}},
         {"model": {"type": "Unigram"}},
+        {"normalizer": [[]]},  # the library reads it as an object
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [[], {"type": "ByteLevel"}]}},
+        {"added_tokens": [[0, "<t>"]]},
     ],
 )
 def test_another_form_of_tokenizer_is_left_to_the_library(change):

@@ -74,6 +74,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_the_names_of_its_files(
     (tmp_path / "tokenizer").touch()
     (tmp_path / "bytes").mkdir()
     assert DataConfig(tokenizer="").tokenizer == ""
+    assert DataConfig(tokenizer="x" * 300).tokenizer == "x" * 300  # too long for a path
     assert DataConfig(tokenizer="bytes").tokenizer == "bytes"
 
 

@@ -71,6 +71,7 @@ SITUATIONS = {
     "a text with a grammar and a draft": Situation(f"{GENERATE} --regex=a --draft=lookup", code=2),
     "a text with the former flag of guesses": Situation(f"{GENERATE} --prompt_lookup=3", code=2),
     "a text of a wrong grammar": Situation(f"{GENERATE} --regex=[", code=2),
+    "a text of a schema that is not closed": Situation(f"{GENERATE} --json_schema={{", code=2),
     "a text of no schema": Situation(f"{GENERATE} --json_schema=new.json", code=66),
     "a text of a schema that is no text": Situation(
         f"{GENERATE} --json_schema=new.json", """printf '{"title": "\\351"}' > new.json""", code=65

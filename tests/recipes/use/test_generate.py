@@ -130,6 +130,7 @@ LARK = 'start: "n=" NUMBER\nNUMBER: /[0-9]{1,3}/'
     [
         ("--regex=[xyz]{2}-[0-9]", "[xyz]{2}-[0-9]"),
         ("--json_schema=schema.json", None),
+        (f"--json_schema={json.dumps(SCHEMA)}", None),
         ("--grammar=numbers.lark", "n=[0-9]{1,3}"),
     ],
 )
