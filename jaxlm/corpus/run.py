@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import os
 import shlex
 import shutil
 import time
@@ -38,7 +39,7 @@ from typing import Any
 
 from jaxlm.core import disk
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import InUse, cannot_write
+from jaxlm.core.errors import FULL, InUse, cannot_write
 from jaxlm.corpus import engines, stages
 from jaxlm.corpus.comparison import compare, find_earlier
 from jaxlm.corpus.config import Recipe
@@ -188,15 +189,25 @@ def output_folder(out: Path) -> Iterator[None]:
 
     Raises InUse if another process holds the lock, NotWritable if the folder cannot be written.
     """
-    fix = shlex.quote(f"--out={out}-2")
+    another = f"{out}-2" if os.access(out.parent, os.W_OK) else f"{out.name}-2"
+    fix = shlex.quote(f"--out={another}")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with open(out / LOCK, "ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                what, why = "another process is writing to the output folder", "it holds the lock"
-                raise InUse(what, where=str(out), why=why, fix=fix) from None
-            yield
+        lock = open(out / LOCK, "ab")
     except OSError as error:
         raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what, why = "another process is writing to the output folder", "it holds the lock"
+            raise InUse(what, where=str(out), why=why, fix=fix) from None
+        try:
+            yield
+        except OSError as error:
+            # An error of a file elsewhere, such as a source, is not one of the output.
+            if error.filename is not None and not Path(error.filename).is_relative_to(out):
+                raise
+            if error.errno in FULL:
+                fix = "free space there, then run the same command again"
+            raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error

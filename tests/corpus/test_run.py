@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core.errors import NotWritable
+from jaxlm.corpus.run import output_folder
 from tests.corpus.recipes import (
     RECIPE,
     kept,
@@ -348,6 +350,21 @@ def test_a_second_process_is_refused_while_one_runs(crawl, capsys):
     with open("out/.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "lock" in run(capsys, *ALL, code=77)["error"]["why"]
+
+
+def test_the_fix_of_an_output_folder_is_one_that_can_be_made(crawl, capsys):
+    error = run(capsys, *ALL, "--out=/proc/jaxlm/out", code=73)["error"]
+    assert error["fix"] == "--out=out-2", "/proc/jaxlm/out-2 cannot be made either"
+    Path("file").touch()
+    assert run(capsys, *ALL, "--out=file", code=73)["error"]["fix"] == "--out=file-2"
+
+
+def test_an_error_of_another_file_is_not_one_of_the_output_folder(tmp_path):
+    with pytest.raises(FileNotFoundError), output_folder(tmp_path / "out"):
+        open(tmp_path / "source.txt")
+    with pytest.raises(NotWritable) as caught, output_folder(tmp_path / "out"):
+        open(tmp_path / "out/x/y", "w")
+    assert caught.value.where == str(tmp_path / "out/x/y")
 
 
 def test_a_sample_reads_its_share_and_says_how_sure_it_is(here, capsys):

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,9 @@ class RunSummary:
 def find(folder: Path) -> list[RunSummary]:
     """Return the runs in a folder and below it, the newest first; damaged ones among them.
 
-    Raises InputMissing if there is no such folder.
+    A folder that this process may not list is a damaged run.
+
+    Raises InputMissing if there is no such folder, OSError if it cannot be listed.
     """
     if not folder.is_dir():
         raise InputMissing(
@@ -68,12 +70,18 @@ def find(folder: Path) -> list[RunSummary]:
             why="runs are searched in it and below it",
             fix="find . -name checkpoints",
         )
-    runs = [summarize(path) for path in _run_folders(folder)]
+    unreadable = list[OSError]()
+    runs = [summarize(path) for path in _run_folders(folder, unreadable.append)]
+    for error in unreadable:
+        if Path(error.filename) == folder:
+            raise error
+        cause = error.strerror or type(error).__name__
+        runs.append(RunSummary(path=Path(error.filename), status="damaged", cause=cause))
     return sorted(runs, key=lambda run: (-(run.time_unix or 0.0), str(run.path)))
 
 
-def _run_folders(folder: Path) -> Iterator[Path]:
-    for path, names, files in os.walk(folder):
+def _run_folders(folder: Path, onerror: Callable[[OSError], None]) -> Iterator[Path]:
+    for path, names, files in os.walk(folder, onerror=onerror):
         has_steps = "config.json" in files and ("lock" in files or "checkpoints" in names)
         if has_steps or "exit.json" in files or "metrics.jsonl" in files:
             yield Path(path)

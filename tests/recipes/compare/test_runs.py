@@ -1,5 +1,6 @@
 """`jaxlm runs`: the state of real runs, from their files alone."""
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core import faults
+from jaxlm.core.errors import InputMissing
 from jaxlm.recipes.compare import summary
 from tests.faults import harness
 
@@ -142,3 +144,18 @@ def test_the_list_imports_no_jax(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_or_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs/closed").mkdir(parents=True)
+    scan, closed = os.scandir, str(tmp_path / "runs/closed")
+
+    def scandir(path):
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), closed)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert listed(capsys, tmp_path)[closed]["cause"] == "Permission denied"
+    assert main(["runs", closed]) == InputMissing.code
+    assert f"fix    ls -ld {closed}" in capsys.readouterr().err
