@@ -191,12 +191,13 @@ def output_folder(out: Path) -> Iterator[None]:
     """
     another = f"{out}-2" if os.access(out.parent, os.W_OK) else f"{out.name}-2"
     fix = shlex.quote(f"--out={another}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / LOCK, "ab")
-    except OSError as error:
-        raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error
-    with lock:
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(out / LOCK, "ab"))
+        except OSError as error:
+            place = error.filename or out
+            raise cannot_write("the output folder", place, error, fix=fix) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -205,9 +206,9 @@ def output_folder(out: Path) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # An error of a file elsewhere, such as a source, is not one of the output.
-            if error.filename is not None and not Path(error.filename).is_relative_to(out):
+            place = error.filename or out
+            if not Path(place).is_relative_to(out):  # such as a source
                 raise
             if error.errno in FULL:
                 fix = "free space there, then run the same command again"
-            raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error
+            raise cannot_write("the output folder", place, error, fix=fix) from error

@@ -38,6 +38,9 @@ TOP = 20  # largest number of alternatives whose log-probabilities are returned
 NO_SCORES = -1  # in the place of a number of alternatives: not even the score of the token
 
 
+Weights = tuple[list[Array], list[Array]]  # prepared: of the model, of the draft
+
+
 class Slots(NamedTuple):
     """State of all slots on the device."""
 
@@ -127,58 +130,45 @@ class Programs:
     wipe: Callable[..., Slots]
 
 
-def build(
-    merge: Callable[[Any], Any],
-    params: Any,
-    *,
-    rows: int,
-    length: int,
-    chunk: int,
-    is_int8: bool = False,
-    draft: Draft | None = None,
-) -> Programs:
-    """Return the programs for `rows` slots of `length` tokens, jitted.
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotFunctions:
+    """The functions behind `Programs`, before they are compiled; `Programs` describes them.
 
     Args:
-      merge: makes the model, a `Decoder`, of its parameters.
-      params: the parameters, or their shapes.
+      model: makes the model of the leaves of prepared weights.
       rows: number of slots.
       length: tokens of a slot, a multiple of `chunk`.
       chunk: tokens of a prompt that are read at once.
       is_int8: store the KV cache in int8.
       draft: guesses tokens.
     """
-    spare = draft.guesses if draft is not None else 0
-    relayout, merged = decode.weight_layout(merge)
-    layout = jax.tree.structure(jax.eval_shape(relayout, params))
-    # A condition on a device costs more than it saves. A chunk is in one block.
-    block = chunk * -(-BLOCK // chunk) if backend.name() == "cpu" else None
 
-    def prepare(params: Any) -> list[Array]:
-        # A list of arrays: the modules of Flax cost a millisecond to flatten for each program.
-        return jax.tree.leaves(relayout(params))
+    model: Callable[[list[Array]], Decoder]
+    rows: int
+    length: int
+    chunk: int
+    is_int8: bool
+    draft: Draft | None
 
-    def model_of(ready: tuple[list[Array], list[Array]]) -> Decoder:
-        model = merged(jax.tree.unflatten(layout, ready[0]))
-        assert isinstance(model, Decoder)
-        return model
-
-    def sources_of(ready: tuple[list[Array], list[Array]]) -> Sources:
-        return Sources(model_of(ready), ready[1])
-
-    def empty(params: Any) -> Slots:
-        model: Decoder = merge(params)
-        vocab = model.config.vocab
-        cache = model.empty_cache(rows, length, is_int8=is_int8, spare=spare, block=block)
+    def empty(self, model: Decoder) -> Slots:
+        vocab, rows, length = model.config.vocab, self.rows, self.length
+        spare = self.draft.guesses if self.draft is not None else 0
+        # A condition on a device costs more than it saves. A chunk is in one block.
+        block = self.chunk * -(-BLOCK // self.chunk) if backend.name() == "cpu" else None
         none = jnp.zeros((rows,), jnp.int32)
-        history = History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32))
-        keys = jnp.zeros((rows, 2), jnp.uint32)
-        bias, ends = jnp.zeros((rows, vocab)), jnp.zeros((rows, vocab), bool)
-        settings = RowSettings.empty(rows)
-        begun = draft and draft.empty(model, rows, length, block)
-        return Slots(cache, none, none, keys, history, bias, ends, settings, begun)
+        return Slots(
+            cache=model.empty_cache(rows, length, is_int8=self.is_int8, spare=spare, block=block),
+            token=none,
+            drawn=none,
+            keys=jnp.zeros((rows, 2), jnp.uint32),
+            history=History(jnp.zeros((rows, vocab), bool), jnp.zeros((rows, vocab), jnp.int32)),
+            bias=jnp.zeros((rows, vocab)),
+            ends=jnp.zeros((rows, vocab), bool),
+            settings=RowSettings.empty(rows),
+            draft=self.draft and self.draft.empty(model, rows, length, block),
+        )
 
-    def admit(state: Slots, slot: Array, arrival: Arrival) -> Slots:
+    def admit(self, state: Slots, slot: Array, arrival: Arrival) -> Slots:
         vocab = state.bias.shape[1]
         seen = jnp.zeros((vocab,), bool).at[arrival.ids].set(True, mode="drop")
         history = History(
@@ -197,35 +187,21 @@ def build(
             bias=state.bias.at[slot].set(arrival.bias),
             ends=state.ends.at[slot].set(arrival.ends),
             settings=RowSettings(*settings),
-            draft=draft and draft.admit(state.draft, slot, arrival),
+            draft=self.draft and self.draft.admit(state.draft, slot, arrival),
         )
 
     def read(
-        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+        self, ready: Weights, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> Slots:
-        cache, _ = read_chunk(model_of(ready), state.cache, slot, ids, start, count)
+        cache, _ = read_chunk(self.model(ready[0]), state.cache, slot, ids, start, count)
         return state._replace(cache=cache)
 
-    def _seen(
-        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
-    ) -> tuple[Slots, Array]:
-        """Read a chunk into a slot, for the draft too; return the hidden states [1, C, D]."""
-        cache, hidden = read_chunk(model_of(ready), state.cache, slot, ids, start, count)
-        drafted = draft and draft.seen(state.draft, slot, start, hidden.stream)
-        return state._replace(cache=cache, draft=drafted), hidden.values
-
-    def read_seen(*inputs: Any) -> Slots:
-        return _seen(*inputs)[0]
-
-    def follow(
-        ready: Any, state: Slots, slot: Array, ids: Array, start: Array, count: Array
-    ) -> Slots:
-        assert draft is not None
-        read = draft.follow(sources_of(ready), state, slot, ids, start, count)
-        return state._replace(draft=read)
+    def read_seen(self, *inputs: Any) -> Slots:
+        return self._seen(*inputs)[0]
 
     def score(
-        ready: Any,
+        self,
+        ready: Weights,
         state: Slots,
         slot: Array,
         ids: Array,
@@ -233,11 +209,92 @@ def build(
         count: Array,
         after: Array,
     ) -> tuple[Slots, Scores]:
-        state, values = _seen(ready, state, slot, ids, start, count)
-        return state, scores_of(model_of(ready).logits(values)[0], after)
+        state, values = self._seen(ready, state, slot, ids, start, count)
+        return state, scores_of(self.model(ready[0]).logits(values)[0], after)
 
-    def draw_one(
-        raw: Array, stream: Array, state: Slots, active: Array, top: Array, allowed: Array
+    def _seen(
+        self, ready: Weights, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> tuple[Slots, Array]:
+        """Read a chunk into a slot, for the draft too; return the hidden states [1, C, D]."""
+        cache, hidden = read_chunk(self.model(ready[0]), state.cache, slot, ids, start, count)
+        drafted = self.draft and self.draft.seen(state.draft, slot, start, hidden.stream)
+        return state._replace(cache=cache, draft=drafted), hidden.values
+
+    def follow(
+        self, ready: Weights, state: Slots, slot: Array, ids: Array, start: Array, count: Array
+    ) -> Slots:
+        assert self.draft is not None
+        read = self.draft.follow(self._sources(ready), state, slot, ids, start, count)
+        return state._replace(draft=read)
+
+    def _sources(self, ready: Weights) -> Sources:
+        return Sources(self.model(ready[0]), ready[1])
+
+    def draw(
+        self,
+        guesses: int,
+        ready: Weights,
+        state: Slots,
+        active: Array,
+        top: Array,
+        allowed: Array,
+        left: Array,
+        passes: Array,
+        is_awaited: Array,
+        is_guessed: Any = False,
+    ) -> tuple[Slots, DecodedTokens]:
+        """Draw tokens for all active rows.
+
+        Args: each pass has `guesses` guesses; the others are those of `Programs.draw_guessed`.
+        """
+        model, vocab, places = self.model(ready[0]), state.bias.shape[1], 1 + guesses
+        none = jnp.zeros((PASSES * places, self.rows))
+        likeliest = jnp.zeros((PASSES * places, self.rows, min(TOP, vocab)))
+        scores = Scores(none, likeliest.astype(jnp.int32), likeliest)
+        ids, off = none.astype(jnp.int32), none.astype(bool)
+        before = state.drawn
+
+        def is_on(carry: tuple[Slots, Array, DecodedTokens]) -> Array:
+            _, on, drawn = carry
+            is_freed = is_awaited & jnp.any(active & ~on)
+            return (drawn.passes < passes) & jnp.any(on) & ~is_freed
+
+        def step(carry: tuple[Slots, Array, DecodedTokens]) -> tuple[Slots, Array, DecodedTokens]:
+            state, on, drawn = carry
+            tokens = state.token[:, None]
+            if self.draft is not None and guesses:
+                guessed, drafted = self.draft.guess(self._sources(ready), state, on)
+                tokens = jnp.concatenate((tokens, jnp.clip(guessed, 0, vocab - 1)), axis=1)
+                state = state._replace(draft=drafted)
+            cache, hidden = read_next(model, state.cache, on, tokens)
+            raw = model.logits(hidden.values)
+            first = drawn.passes * places
+
+            def pick(place: Array | int, carry: Any) -> Any:
+                state, live, on, arrays = carry
+                if guesses:  # that at `place` was read, and must equal what the model drew
+                    stands = is_guessed & (state.token == tokens[:, place])
+                    live = live & on & ((place == 0) | stands)
+                state, token, is_finite, scores = self._draw_one(
+                    raw[:, place], hidden.stream[:, place], state, live, top, allowed
+                )
+                parts, number = (live, token, is_finite, scores), first + place
+                arrays = jax.tree.map(lambda x, new: x.at[number].set(new), arrays, parts)
+                is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
+                is_last = is_end | ~is_finite | (state.drawn - before >= left)
+                return state, live, on & ~(live & is_last), arrays
+
+            picked = (state._replace(cache=cache), on, on, drawn[1:])
+            picked = jax.lax.fori_loop(0, places, pick, picked) if guesses else pick(0, picked)
+            state, _, on, arrays = picked
+            return state, on, DecodedTokens(drawn.passes + 1, *arrays)
+
+        begun = DecodedTokens(jnp.int32(0), off, ids, off, scores)
+        state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
+        return state, drawn
+
+    def _draw_one(
+        self, raw: Array, stream: Array, state: Slots, active: Array, top: Array, allowed: Array
     ) -> tuple[Slots, Array, Array, Scores]:
         """Draw a token for each active row; return the state, tokens, finiteness and scores.
 
@@ -261,127 +318,107 @@ def build(
             token=jnp.where(active, token, state.token),
             drawn=state.drawn + active,
             history=state.history.extended(token, active),
-            draft=draft and draft.extended(state.draft, token, stream, active),
+            draft=self.draft and self.draft.extended(state.draft, token, stream, active),
         )
         return new, token, jnp.isfinite(jnp.max(raw, axis=-1)), scores
 
-    def drawn_with(
-        guesses: int,
-        ready: Any,
-        state: Slots,
-        active: Array,
-        top: Array,
-        allowed: Array,
-        left: Array,
-        passes: Array,
-        is_awaited: Array,
-        is_guessed: Any = False,
-    ) -> tuple[Slots, DecodedTokens]:
-        model, vocab, places = model_of(ready), state.bias.shape[1], 1 + guesses
-        none = jnp.zeros((PASSES * places, rows))
-        likeliest = jnp.zeros((PASSES * places, rows, min(TOP, vocab)))
-        scores = Scores(none, likeliest.astype(jnp.int32), likeliest)
-        ids, off = none.astype(jnp.int32), none.astype(bool)
-        before = state.drawn
+    def save(self, state: Slots, slot: Array, start: Array) -> Any:
+        return map_layers(lambda cache: cache.part(slot, start, self.chunk), self._caches(state))
 
-        def is_on(carry: tuple[Slots, Array, DecodedTokens]) -> Array:
-            _, on, drawn = carry
-            is_freed = is_awaited & jnp.any(active & ~on)
-            return (drawn.passes < passes) & jnp.any(on) & ~is_freed
-
-        def step(carry: tuple[Slots, Array, DecodedTokens]) -> tuple[Slots, Array, DecodedTokens]:
-            state, on, drawn = carry
-            tokens = state.token[:, None]
-            if draft is not None and guesses:
-                guessed, drafted = draft.guess(sources_of(ready), state, on)
-                tokens = jnp.concatenate((tokens, jnp.clip(guessed, 0, vocab - 1)), axis=1)
-                state = state._replace(draft=drafted)
-            cache, hidden = read_next(model, state.cache, on, tokens)
-            raw = model.logits(hidden.values)
-            first = drawn.passes * places
-
-            def pick(place: Array | int, carry: Any) -> Any:
-                state, live, on, arrays = carry
-                if guesses:  # that at `place` was read, and must equal what the model drew
-                    stands = is_guessed & (state.token == tokens[:, place])
-                    live = live & on & ((place == 0) | stands)
-                state, token, is_finite, scores = draw_one(
-                    raw[:, place], hidden.stream[:, place], state, live, top, allowed
-                )
-                parts, number = (live, token, is_finite, scores), first + place
-                arrays = jax.tree.map(lambda x, new: x.at[number].set(new), arrays, parts)
-                is_end = jnp.take_along_axis(state.ends, token[:, None], axis=1)[:, 0]
-                is_last = is_end | ~is_finite | (state.drawn - before >= left)
-                return state, live, on & ~(live & is_last), arrays
-
-            picked = (state._replace(cache=cache), on, on, drawn[1:])
-            picked = jax.lax.fori_loop(0, places, pick, picked) if guesses else pick(0, picked)
-            state, _, on, arrays = picked
-            return state, on, DecodedTokens(drawn.passes + 1, *arrays)
-
-        begun = DecodedTokens(jnp.int32(0), off, ids, off, scores)
-        state, _, drawn = jax.lax.while_loop(is_on, step, (state, active, begun))
-        return state, drawn
-
-    def kept(state: Slots) -> dict[str, tuple[Any, ...]]:
-        """Return the caches whose parts are prefixes: those of the model and of the draft."""
-        drafted = {} if draft is None else draft.caches(state.draft)
-        return {**state.cache.layers, **{f"draft {name}": each for name, each in drafted.items()}}
-
-    def with_kept(state: Slots, layers: dict[str, tuple[Any, ...]]) -> Slots:
-        mine = {name: layers[name] for name in state.cache.layers}
-        state = state._replace(cache=state.cache._replace(layers=mine))
-        if draft is None:
-            return state
-        drafted = {name: layers[f"draft {name}"] for name in draft.caches(state.draft)}
-        return state._replace(draft=draft.with_caches(state.draft, drafted))
-
-    def save(state: Slots, slot: Array, start: Array) -> Any:
-        return map_layers(lambda cache: cache.part(slot, start, chunk), kept(state))
-
-    def load(state: Slots, slot: Array, start: Array, parts: Any) -> Slots:
+    def load(self, state: Slots, slot: Array, start: Array, parts: Any) -> Slots:
         layers = map_layers(
-            lambda cache, part: cache.with_part(slot, start, part), kept(state), parts
+            lambda cache, part: cache.with_part(slot, start, part), self._caches(state), parts
         )
-        state = with_kept(state, layers)
-        length = state.cache.length.at[slot].set(start + chunk)
+        state = self._with_caches(state, layers)
+        length = state.cache.length.at[slot].set(start + self.chunk)
         return state._replace(cache=state.cache._replace(length=length))
 
-    def wipe(state: Slots, slot: Array) -> Slots:
-        return with_kept(state, map_layers(lambda cache: cache.cleared(slot), kept(state)))
+    def wipe(self, state: Slots, slot: Array) -> Slots:
+        cleared = map_layers(lambda cache: cache.cleared(slot), self._caches(state))
+        return self._with_caches(state, cleared)
 
+    def _caches(self, state: Slots) -> dict[str, tuple[Any, ...]]:
+        """Return the caches whose parts are prefixes: those of the model and of the draft."""
+        drafted = {} if self.draft is None else self.draft.caches(state.draft)
+        return {**state.cache.layers, **{f"draft {name}": each for name, each in drafted.items()}}
+
+    def _with_caches(self, state: Slots, layers: dict[str, tuple[Any, ...]]) -> Slots:
+        mine = {name: layers[name] for name in state.cache.layers}
+        state = state._replace(cache=state.cache._replace(layers=mine))
+        if self.draft is None:
+            return state
+        drafted = {name: layers[f"draft {name}"] for name in self.draft.caches(state.draft)}
+        return state._replace(draft=self.draft.with_caches(state.draft, drafted))
+
+
+def build(
+    merge: Callable[[Any], Any],
+    params: Any,
+    *,
+    rows: int,
+    length: int,
+    chunk: int,
+    is_int8: bool = False,
+    draft: Draft | None = None,
+) -> Programs:
+    """Return the programs for `rows` slots of `length` tokens, jitted.
+
+    Args:
+      merge: makes the model, a `Decoder`, of its parameters.
+      params: the parameters, or their shapes.
+      rows: number of slots.
+      length: tokens of a slot, a multiple of `chunk`.
+      chunk: tokens of a prompt that are read at once.
+      is_int8: store the KV cache in int8.
+      draft: guesses tokens.
+    """
+    relayout, merged = decode.weight_layout(merge)
+    layout = jax.tree.structure(jax.eval_shape(relayout, params))
     # The programs hold no weights: engines of other weights use them too.
     shapes = jax.eval_shape(lambda params: params, params)
-    made = jax.jit(lambda: empty(jax.tree.map(jnp.zeros_like, shapes)))
+
+    def model_of(leaves: list[Array]) -> Decoder:
+        model = merged(jax.tree.unflatten(layout, leaves))
+        assert isinstance(model, Decoder)
+        return model
+
+    def prepare(params: Any) -> list[Array]:
+        # A list of arrays: the modules of Flax cost a millisecond to flatten for each program.
+        return jax.tree.leaves(relayout(params))
+
+    def with_draft(weights: list[Array]) -> Weights:
+        return weights, draft.weights() if draft is not None else []
+
     prepared = jax.jit(prepare) if decode.needs_relayout() else prepare
     consumed = functools.partial(consume, prepare) if decode.needs_relayout() else prepare
-
-    def with_draft(weights: list[Array]) -> tuple[list[Array], list[Array]]:
-        return weights, draft.weights() if draft is not None else []
+    slots = SlotFunctions(model_of, rows, length, chunk, is_int8, draft)
 
     def drawing(used: int, guesses: int) -> Callable[..., tuple[Slots, DecodedTokens]]:
         def draw(*inputs: Any) -> tuple[Slots, DecodedTokens]:
             with decode_rows(DecodeRows(used, rows) if is_one_cpu() else None):
-                return drawn_with(guesses, *inputs)
+                return slots.draw(guesses, *inputs)
 
         return jax.jit(draw, donate_argnums=1)
 
+    few = min(FEW, rows)
     return Programs(
         prepare=lambda params: with_draft(prepared(params)),
         consume=lambda params: with_draft(consumed(params)),
-        empty=made,
-        admit=jax.jit(admit, donate_argnums=0),
-        read=jax.jit(read, donate_argnums=1),
-        read_seen=jax.jit(read_seen, donate_argnums=1) if draft and draft.has_stream else None,
-        follow=jax.jit(follow, donate_argnums=1) if draft is not None and draft.is_reader else None,
-        score=jax.jit(score, donate_argnums=1),
+        empty=jax.jit(lambda: slots.empty(merge(jax.tree.map(jnp.zeros_like, shapes)))),
+        admit=jax.jit(slots.admit, donate_argnums=0),
+        read=jax.jit(slots.read, donate_argnums=1),
+        read_seen=jax.jit(slots.read_seen, donate_argnums=1)
+        if draft and draft.has_stream
+        else None,
+        follow=jax.jit(slots.follow, donate_argnums=1) if draft and draft.is_reader else None,
+        score=jax.jit(slots.score, donate_argnums=1),
         draw=drawing(rows, 0),
-        draw_guessed=drawing(rows, spare) if draft is not None else None,
-        draw_few=drawing(min(FEW, rows), 0),
-        draw_few_guessed=drawing(min(FEW, rows), spare) if draft is not None else None,
-        save=jax.jit(save),
-        load=jax.jit(load, donate_argnums=0),
-        wipe=jax.jit(wipe, donate_argnums=0),
+        draw_guessed=drawing(rows, draft.guesses) if draft is not None else None,
+        draw_few=drawing(few, 0),
+        draw_few_guessed=drawing(few, draft.guesses) if draft is not None else None,
+        save=jax.jit(slots.save),
+        load=jax.jit(slots.load, donate_argnums=0),
+        wipe=jax.jit(slots.wipe, donate_argnums=0),
     )
 
 

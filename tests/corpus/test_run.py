@@ -361,9 +361,9 @@ def test_the_fix_of_an_output_folder_is_one_that_can_be_made(crawl, capsys):
 
 def test_an_error_of_another_file_is_not_one_of_the_output_folder(tmp_path):
     with pytest.raises(FileNotFoundError), output_folder(tmp_path / "out"):
-        open(tmp_path / "source.txt")
+        (tmp_path / "source.txt").read_text()
     with pytest.raises(NotWritable) as caught, output_folder(tmp_path / "out"):
-        open(tmp_path / "out/x/y", "w")
+        (tmp_path / "out/x/y").touch()
     assert caught.value.where == str(tmp_path / "out/x/y")
 
 
