@@ -30,6 +30,7 @@ from jaxlm.monitor import sinks
 from jaxlm.nn.intermediates import Kind
 from jaxlm.objectives.build import build as build_objective
 from jaxlm.objectives.config import Distill, value_rates
+from jaxlm.objectives.objective import Objective
 from jaxlm.objectives.policy import PolicyLearning
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
@@ -102,44 +103,67 @@ class TrainPrograms:
         self.held_out: Callable[[Any, Loader, int | None], dict[str, Any]] | None = None
         if backend.name() == "cpu":
             backend.keep_freed_memory()
-        blueprint, self.pace = model.blueprint, run.pace
-        self._axes, self._leaf_shapes = model.own(blueprint.axes), model.own(blueprint.shapes)
+        self.pace = run.pace
+        self._axes = model.own(model.blueprint.axes)
+        self._leaf_shapes = model.own(model.blueprint.shapes)
         self._optim = dataclasses.replace(
             run.optim,
             lr_scale=(*run.optim.lr_scale, *b_rates(run.tune), *value_rates(run.objective)),
             freeze=(*run.optim.freeze, *kept_leaves(run.tune)),
         )
-        length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
+        self._frozen = groups.frozen(self._optim, self._axes)
         schedule = schedule or schedules.build(
-            run.schedule, lr=run.optim.lr, average=run.average, **length
+            run.schedule,
+            lr=run.optim.lr,
+            average=run.average,
+            total=run.train.steps,
+            tokens_per_step=self.pace,
         )
+        config = model.blueprint.config
         self.optimizer = optimizers.build(
             self._optim,
             schedule,
             self._axes,
             shapes=self._leaf_shapes,
-            width_ratio=blueprint.config.width_ratio,
-            balance_rate=configs.balance_rate(blueprint.config),
+            width_ratio=config.width_ratio,
+            balance_rate=configs.balance_rate(config),
             state_dtype=model.precision.moments,
         )
         self.shapes: TrainState = jax.eval_shape(self.abstract_init)  # traces the model: once
         self._layout = self._shardings()
-        self._frozen = groups.frozen(self._optim, self._axes)
-        self.objective = build_objective(run.objective, run.loss, run.architecture)
-        if isinstance(self.objective, PolicyLearning):
-            self.objective = dataclasses.replace(
-                self.objective,
-                temperature=run.rl.temperature,
-                allowed=allowed_ids(data.tokenizer, blueprint.config.vocab),
-                is_corrected=run.rl.correction != "none",
-                most=run.rl.turns * run.rl.max_tokens,
-            )
+        self.objective = self._build_objective()
+        # A pipeline splits the batch into micro-batches itself.
+        microbatches = run.train.microbatches if model.blueprint.schedule is None else 1
+        self._eval_parts = microbatches if run.eval.batch == "auto" else 1
+        self.spec = self._build_spec(schedule, microbatches)
+        self._jit_training()
+        self._jit_evaluation()
+        self._rows = {
+            phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
+        }
+        self._put = functools.partial(host.put, model.mesh)
+        self.replicas = Replicas(model.mesh, model.own(model.shardings))
+        self.is_finite: Callable[[Any], jax.Array] = jax.jit(tree.is_finite)
+
+    def _build_objective(self) -> Objective[Any]:
+        run = self.run
+        objective = build_objective(run.objective, run.loss, run.architecture)
+        if not isinstance(objective, PolicyLearning):
+            return objective
+        return dataclasses.replace(
+            objective,
+            temperature=run.rl.temperature,
+            allowed=allowed_ids(self.data.tokenizer, self.model.blueprint.config.vocab),
+            is_corrected=run.rl.correction != "none",
+            most=run.rl.turns * run.rl.max_tokens,
+        )
+
+    def _build_spec(self, schedule: LearningRate, microbatches: int) -> StepSpec:
+        run, model = self.run, self.model
+        config, sizes = model.blueprint.config, dict(model.mesh.shape)
         largest = run.regularization.qk_clip  # logit
         captured: tuple[Kind, ...] = () if largest is None else ("logits",)
-        # A pipeline splits the batch into micro-batches itself.
-        microbatches = run.train.microbatches if blueprint.schedule is None else 1
-        self._eval_parts = microbatches if run.eval.batch == "auto" else 1
-        spec = StepSpec(
+        return StepSpec(
             loss=self._loss(model.trained),
             optimizer=self.optimizer,
             schedule=schedule,
@@ -151,18 +175,21 @@ class TrainPrograms:
             axes=self._axes,
             shardings=model.own(model.gradients),
             microbatches=microbatches,
-            sums_locally=divisibility.sums_locally(run, blueprint.config, dict(model.mesh.shape)),
+            sums_locally=divisibility.sums_locally(run, config, sizes),
             frozen=self._frozen,
             gradient_point=optimizers.gradient_point(self._optim, self._axes),
             curvature=self._curvature(),
-            average=average.build(run.average, **length),
+            average=average.build(run.average, total=run.train.steps, tokens_per_step=self.pace),
             capture=captured,
             post_update=None
             if largest is None
             else lambda params, captured: qk_clip(params, captured.peaks, largest),
             is_measured=_is_logged(run),
         )
-        self.spec = spec
+
+    def _jit_training(self) -> None:
+        """Set `step`, `observe`, and `gradient`: the mean that the next step takes, unclipped."""
+        run, model, spec = self.run, self.model, self.spec
         observed_model = setup.observer_model(model)
         observed = dataclasses.replace(
             spec,
@@ -194,34 +221,31 @@ class TrainPrograms:
             layout = self._shardings(is_fetched=True)
             programs = [functools.partial(with_state_on_device, each, layout) for each in programs]
         step_program, observe_program, gradient_program = programs
-        # The mean gradient that the next step takes, before clipping.
-        self.gradient = jax.jit(gradient_program)
-        self.observe = jax.jit(observe_program, out_shardings=states.replicated(model.mesh))
         self.step = jax.jit(
             step_program,
             donate_argnums=0,
             out_shardings=(self._layout, None),
             compiler_options=rules.compiler_options(model.mesh),
         )
-        token_bytes = setup.token_bytes(model, data.tokenizer)
-        prefix = setup.prefix(data.tokenizer)
-        parts: dict[str, Any] = {"chunk": run.loss.chunk, "microbatches": self._eval_parts}
+        self.observe = jax.jit(observe_program, out_shardings=states.replicated(model.mesh))
+        self.gradient = jax.jit(gradient_program)
+
+    def _jit_evaluation(self) -> None:
+        """Set `eval_step`, and `accept_step` in its place for a student: None for others."""
+        blueprint, objective = self.model.blueprint, self.run.objective
+        token_bytes = setup.token_bytes(self.model, self.data.tokenizer)
+        prefix = setup.prefix(self.data.tokenizer)
+        parts: dict[str, Any] = {"chunk": self.run.loss.chunk, "microbatches": self._eval_parts}
         self.eval_step = jax.jit(
             self._answer_sums
-            if run.objective.compares_answers
+            if objective.compares_answers
             else evals.build(blueprint.merge, token_bytes, prefix=prefix, **parts)
         )
-        self.accept_step = None  # in the place of `eval_step`
-        if self.teacher is not None and isinstance(run.objective, Distill):
+        self.accept_step = None
+        if self.teacher is not None and isinstance(objective, Distill):
             merges = blueprint.merge, self.teacher.blueprint.merge
             accept = acceptance.build(*merges, evals.sums_function(token_bytes, prefix), **parts)
             self.accept_step = jax.jit(accept)
-        self._rows = {
-            phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
-        }
-        self._put = functools.partial(host.put, model.mesh)
-        self.replicas = Replicas(model.mesh, model.own(model.shardings))
-        self.is_finite: Callable[[Any], jax.Array] = jax.jit(tree.is_finite)
 
     @property
     def extra_inputs(self) -> dict[str, Any]:
