@@ -52,7 +52,8 @@ def run(args: Any, out: Output) -> int:
     parity, parameters = answer["parity"], f"{answer['parameters']:,} parameters"
     difference = f"{parity['largest_difference']:.3g} at most on {parity['tokens']} tokens"
     rounding = f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}"
-    model = f"{target}: {answer['architecture']}, {parameters} in {answer['dtype']}"
+    storage = answer.get("scheme") or answer["dtype"]
+    model = f"{target}: {answer['architecture']}, {parameters} in {storage}"
     lines = [model, f"read back: logits differ by {difference}; {rounding}"]
     if answer.get("scheme"):
         counts = (f"{count} in {name}" for name, count in answer["storages"].items())

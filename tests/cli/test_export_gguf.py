@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxlm.checkpoint.store import Store
+from jaxlm.cli.main import main
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.data.vocabularies import gguf_tokens
 from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
@@ -246,6 +247,13 @@ def test_a_scheme_is_read_back_bit_for_bit(family, scheme, storages, capsys, tmp
             np.testing.assert_array_equal(tensors[name].data.reshape(expected.shape), expected)
     output = tensors.get("output.weight", tensors["token_embd.weight"])
     assert output.tensor_type.name == ("Q8_0" if family.width < 256 else "Q6_K")
+
+
+def test_the_line_of_a_model_names_the_scheme_that_stores_it(capsys, tmp_path):
+    run = imported(tmp_path, capsys, Llama(**SIZES))
+    words = ("export", f"--workdir={run}", f"--out={tmp_path / 'm.gguf'}", "--scheme=q8_0")
+    assert main([*words]) == 0
+    assert "parameters in q8_0" in capsys.readouterr().out
 
 
 @pytest.mark.few(1)
