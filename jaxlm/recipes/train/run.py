@@ -151,7 +151,7 @@ def run_training(
         model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
         platform = setup.target(mesh).platform
         notices += predict.dropless_warnings(run, model.blueprint.config, mesh.shape, platform)
-        notices += _position_warnings(run, data)
+        notices += _row_warnings(run, data)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             teacher = load_teacher(run, teacher_source, model) if teacher_source else None
@@ -429,8 +429,8 @@ def _check_vocabulary(run: Run, data: Data) -> None:
         )
 
 
-def _position_warnings(run: Run, data: Data) -> Iterator[str]:
-    """Yield a line if a conversation or a row of text exceeds the positions of the model."""
+def _row_warnings(run: Run, data: Data) -> Iterator[str]:
+    """Yield a line if a row exceeds the positions of the model, or that of a stored teacher."""
     figures, positions = data.train.shards.manifest.figures, run.model.max_positions
     fix = f"if that is not meant, --config.data.sequence={positions}"
     if "longest" in figures:
@@ -444,6 +444,13 @@ def _position_warnings(run: Run, data: Data) -> Iterator[str]:
         yield (
             f"data: a row has {run.data.sequence:,} tokens, and the model {positions:,} positions "
             f"(model.max_positions); {fix}"
+        )
+    stored = data.train.teacher
+    if stored is not None and stored.facts.sequence != run.data.sequence:
+        yield (
+            f"objective.stored: the teacher saw at most {stored.facts.sequence:,} tokens before a "
+            f"target, and a row has {run.data.sequence:,}; if that is not meant, "
+            f"--config.data.sequence={stored.facts.sequence}"
         )
 
 

@@ -244,6 +244,14 @@ def test_a_student_that_stops_resumes_to_the_same_bits(config, runs, tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_of_another_length_than_the_teacher_saw_are_a_caution(config, runs, tmp_path):
+    saw = StoredTeacher.open(runs / "stored").facts.sequence
+    flags = from_stored(runs / "stored", f"--config.data.sequence={saw // 2}", "--stop_at=1")
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 0
+    assert f"--config.data.sequence={saw}\n" in (tmp_path / "run/log.txt").read_text()
+
+
+@pytest.mark.slow
 def test_other_distributions_are_refused_when_the_run_resumes(config, runs, tmp_path, capsys):
     folder = tmp_path / "stored"
     shutil.copytree(runs / "stored", folder)
