@@ -25,7 +25,7 @@ OTHER_ACTIONS = {"print": "show", "cat": "show", "get": "show", "ls": "list", "i
 REPLACED = {"--prompt_lookup": "--draft=lookup"}  # former flags, and what does the same now
 SAVED_CONFIG = "the run uses the config that it was saved with"
 DATA_TRAIN = "--config.data.train="
-CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
+CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into", 1)
 ADAPTER = (
     "--adapter",
     "DIR|RUN[@STEP]",
@@ -182,7 +182,28 @@ def _path(value: str) -> str:
     return value
 
 
-def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **options: Any) -> None:
+class _Number:
+    """Parses a number that is not below a limit."""
+
+    def __init__(self, kind: type, least: float):
+        self._kind, self._least, self.__name__ = kind, least, kind.__name__
+
+    def __call__(self, text: str) -> Any:
+        value = self._kind(text)
+        if not value >= self._least:  # NaN too
+            raise argparse.ArgumentTypeError(f"{text} is below {self._least:g}")
+        return value
+
+
+def add_flag(
+    parser: Any,
+    name: str,
+    metavar: Any,
+    kind: Any,
+    doc: str,
+    least: float | None = None,
+    **options: Any,
+) -> None:
     """Add a flag with a value.
 
     Args:
@@ -191,6 +212,7 @@ def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **option
       metavar: placeholder of the value in `--help`, or the list of allowed values.
       kind: type of the value, or its default; [] for a flag that may be repeated.
       doc: help text, a noun phrase; a default is appended.
+      least: smallest number that the flag takes.
       options: further options of `add_argument`.
     """
     if isinstance(kind, list):
@@ -200,6 +222,8 @@ def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **option
     else:
         options |= {"type": type(kind), "default": kind}
         doc += f" ({kind:g})" if isinstance(kind, float) else f" ({kind})".replace("%", "%%")
+    if least is not None:
+        options["type"] = _Number(options["type"], least)
     if isinstance(metavar, str) and metavar in PLACES:
         options["type"] = _path
     options |= {"choices": metavar} if isinstance(metavar, list) else {"metavar": metavar}
@@ -242,14 +266,6 @@ def _for_setting(schema: type, name: str, value: str | None) -> str | None:
             if is_own and error.fix.startswith(problems.EXPLAIN):
                 return problems.explain(path)
     return fix
-
-
-def at_least_one(verb: str, args: Any, *names: str) -> None:
-    """Raise CommandError if one of these flags is below 1."""
-    for name in names:
-        if (value := getattr(args, name)) < 1:
-            what, why = f"--{name}={value} is below 1", f"--{name} must be at least 1"
-            raise CommandError(what, where=verb, why=why, fix=f"{verb} --help")
 
 
 def check_seed(verb: str, seed: int | None) -> None:
@@ -470,6 +486,12 @@ class _Misfit(Exception):
                 fix, why = f"{flag}={meant}" if flag else line, "the fix has the nearest"
             what = f"{choice[1]!r} is not one of {', '.join(choices)}"
             return CommandError(what, where=self.prog, why=why, fix=fix)
+        if below := re.fullmatch(r"argument --\w+: (\S+) is below (\S+)", self.message):
+            what, why = (
+                f"{flag}={below[1]} is below {below[2]}",
+                f"{flag} must be at least {below[2]}",
+            )
+            return CommandError(what, where=self.prog, why=why, fix=f"{self.prog} --help")
         number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
         if flag == "--step" and number and re.fullmatch(r"[0-9]+(,[0-9]+)+", number[2]):
             fix = "\n".join(f"{flag}={step}" for step in number[2].split(","))

@@ -26,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     parser.withhold(why, "--config")
     doc = "sizes among 0.8M, 4M, 124M, 1B (two that suit the devices)"
     add_flag(parser, "--sizes", "A,B", str, doc)
-    add_flag(parser, "--seconds", "X", 10.0, "time of the steps of each size")
+    add_flag(parser, "--seconds", "X", 10.0, "time of the steps of each size", least=0)
     add_flag(parser, "--compare", "FILE", str, "JSON of an earlier bench")
 
 

@@ -18,9 +18,9 @@ from jaxlm.monitor import formatting
 
 
 def add_arguments(parser: Parser) -> None:
-    add_flag(parser, "--steps", "N", 3, "number of steps to compare")
+    add_flag(parser, "--steps", "N", 3, "number of steps to compare", least=1)
     doc = "largest number of fake devices, unless two along each mesh axis are more"
-    add_flag(parser, "--devices", "N", 8, doc)
+    add_flag(parser, "--devices", "N", 8, doc, least=1)
     doc = "TPU slice such as v5e-16 to compile the unchanged config for; needs the extra `tpu`"
     add_flag(parser, "--topology", "NAME", str, doc)
 

@@ -24,7 +24,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, check_seed, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, check_seed, needed_run, selection
 from jaxlm.cli.output import Output, columns
 from jaxlm.core.errors import CommandError
 
@@ -41,19 +41,19 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--judge", "JUDGE", str, doc)
     doc = "a second judge, of what is true: how far the best of n by --judge can be trusted"
     add_flag(parser, "--truth", "JUDGE", str, doc)
-    add_flag(parser, "--samples", "N", 8, "answers to each prompt")
+    add_flag(parser, "--samples", "N", 8, "answers to each prompt", least=1)
     doc = "the best answer of each prompt, pairs of answers, or all samples"
     add_flag(parser, "--keep", ["best", "pairs", "all"], "best", doc)
     doc = "of each prompt the best and the worst answer, or all pairs of different scores"
     add_flag(parser, "--pairs", ["best", "all"], "best", doc)
     add_flag(parser, "--out", "DIR", str, "folder of the samples", required=True)
-    add_flag(parser, "--max_tokens", "N", 256, "largest number of new tokens")
+    add_flag(parser, "--max_tokens", "N", 256, "largest number of new tokens", least=1)
     add_flag(parser, "--temperature", "X", 1.0, "sampling temperature")
     add_flag(parser, "--seed", "N", 0, "random seed of the samples")
-    add_flag(parser, "--slots", "N", 16, "answers that are drawn at a time")
+    add_flag(parser, "--slots", "N", 16, "answers that are drawn at a time", least=1)
     doc = "file with a principle a line: each answer is criticized by one and revised"
     add_flag(parser, "--critique", "FILE", str, doc)
-    add_flag(parser, "--rounds", "N", 1, "critiques of each answer")
+    add_flag(parser, "--rounds", "N", 1, "critiques of each answer", least=1)
     parser.add_switch("--chat", "treat prompts as user turns of the run's template")
     parser.add_switch(
         "--ask", "ask in this terminal which of two answers is better, without a judge"
@@ -64,7 +64,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir = Path(needed_run(args))
-    at_least_one("jaxlm collect", args, "samples", "max_tokens", "slots", "rounds")
     check_seed("jaxlm collect", args.seed)
     if not args.prompts or not (args.judge or args.ask or args.critique):
         missing = "judge" if args.prompts else "prompts"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli import arguments
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, read_share, selection, train_next
+from jaxlm.cli.arguments import Parser, add_flag, read_share, selection, train_next
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.init_from import add_init_from, with_init_from
 from jaxlm.cli.output import Output, columns
@@ -31,8 +31,8 @@ INIT_FROM = "tokenizer and chat template are"  # used by `--init_from`
 def add_arguments(parser: Parser) -> None:
     peek = parser.add_action("peek", _peek, "examples as the model sees them, targets marked")
     add_init_from(peek, INIT_FROM)
-    add_flag(peek, "--rows", "N", 2, "number of rows")
-    add_flag(peek, "--step", "N", 0, "step of the batch")
+    add_flag(peek, "--rows", "N", 2, "number of rows", least=1)
+    add_flag(peek, "--step", "N", 0, "step of the batch", least=0)
     stats = parser.add_action("stats", _stats, "documents, tokens, rows, skipped documents")
     add_init_from(stats, INIT_FROM)
     doc = "write token shards of data.train and data.validation"
@@ -55,8 +55,8 @@ def add_arguments(parser: Parser) -> None:
     clusters.withhold("clusters are shown as the recipe of the folder produced them")
     clusters.add_argument("folder", metavar="DIR", help="--out of a finished run")
     add_flag(clusters, "--kind", ["all", "exact", "near"], "all", "kind of duplicates")
-    add_flag(clusters, "--most", "N", 10, "number of clusters, the largest first")
-    add_flag(clusters, "--characters", "N", 200, "characters of each text")
+    add_flag(clusters, "--most", "N", 10, "number of clusters, the largest first", least=1)
+    add_flag(clusters, "--characters", "N", 200, "characters of each text", least=1)
     mix = parser.add_action("mix", _mix, "write token shards of cleaned folders, and a data card")
     mix.set_defaults(schema="jaxlm.corpus.mix.config:Mix")
     add_engine(mix)
@@ -68,16 +68,18 @@ def add_arguments(parser: Parser) -> None:
     add_flag(train, "--out", "DIR", str, "new folder", required=True)
     add_flag(train, "--text_key", "NAME", "text", "field that contains the text")
     add_flag(train, "--held_out", "SHARE", "10%", "share of examples for evaluation")
-    add_flag(train, "--epochs", "N", 5, "passes over the examples")
-    add_flag(train, "--run", "N", 2, "words of the longest n-gram")
-    add_flag(train, "--buckets", "N", 2**18, "hash buckets of the n-grams")
+    add_flag(train, "--epochs", "N", 5, "passes over the examples", least=1)
+    add_flag(train, "--run", "N", 2, "words of the longest n-gram", least=1)
+    add_flag(train, "--buckets", "N", 2**18, "hash buckets of the n-grams", least=1)
     add_flag(train, "--seed", "N", 0, "seed of the order of examples")
 
 
 def add_engine(parser: Parser) -> None:
     """Add the flags of `data run` and `data mix`: output folder, workers and engine."""
     add_flag(parser, "--out", "DIR", str, "new folder, or one to resume", required=True)
-    add_flag(parser, "--workers", "N", 1, "number of processes; does not change the output")
+    add_flag(
+        parser, "--workers", "N", 1, "number of processes; does not change the output", least=1
+    )
     doc = "processes of this machine, or a Ray cluster that shares the folders; the same output"
     add_flag(parser, "--engine", ["processes", "ray"], "processes", doc)
 
@@ -278,7 +280,6 @@ def _clean(args: Any, out: Output) -> int:
     from jaxlm.corpus.report import nothing_kept, table
     from jaxlm.corpus.run import run as prepare
 
-    at_least_one("jaxlm data run", args, "workers")
     file = arguments.needed_config(args, Recipe, "data")
     recipe: Recipe = config.load(Recipe, file, args.overrides).value
     after.check(recipe)
@@ -334,7 +335,6 @@ def _mix(args: Any, out: Output) -> int:
     from jaxlm.corpus.mix.config import Mix
     from jaxlm.corpus.mix.run import run as mix_sources
 
-    at_least_one("jaxlm data mix", args, "workers")
     sources = config.load(Mix, args.config, args.overrides).value
     with progress_bars(out) as progress:
         work = selection(args, "workers", "engine")
@@ -366,7 +366,6 @@ def _clusters(args: Any, out: Output) -> int:
     """Show clusters of duplicates with the beginnings of their texts."""
     from jaxlm.corpus import comparison as duplicates
 
-    at_least_one("jaxlm data clusters", args, "most", "characters")
     folder = Path(args.folder)
     every = duplicates.clusters(folder, args.kind)
     shown = duplicates.with_texts(folder, every[: args.most])
@@ -385,7 +384,6 @@ def _clusters(args: Any, out: Output) -> int:
 
 def _train(args: Any, out: Output) -> int:
     """Train a classifier, and show its precision and recall on held-out examples."""
-    at_least_one(CLASSIFIER, args, "epochs", "run", "buckets")
     held_out = read_share(args.held_out, 0.5, "--held_out", CLASSIFIER)
     examples = _examples(args.examples)
 

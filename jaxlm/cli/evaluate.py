@@ -26,7 +26,6 @@ from jaxlm.cli.arguments import (
     ADAPTER,
     Parser,
     add_flag,
-    at_least_one,
     check_seed,
     needed_run,
     selection,
@@ -57,19 +56,35 @@ TASK_FLAGS = ("shots", "form", "limit", "too_long")  # flags that need --tasks
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--text", "GLOB", [], "files to evaluate (validation sets of the run)")
-    add_flag(parser, "--sequence", "T", int, "tokens per row (that of the run)")
-    add_flag(parser, "--batch", "ROWS", int, "rows per step; does not change the totals")
+    add_flag(parser, "--sequence", "T", int, "tokens per row (that of the run)", least=1)
+    add_flag(parser, "--batch", "ROWS", int, "rows per step; does not change the totals", least=1)
     doc = "generate the last answer of each conversation, and compare texts or last numbers"
     add_flag(parser, "--verify", ["exact", "number"], str, doc)
-    add_flag(parser, "--samples", "N", int, "answers per prompt at temperature 1, besides greedy")
-    add_flag(parser, "--prompts", "N", int, "conversations of each set to verify (all)")
-    add_flag(parser, "--max_tokens", "N", int, "largest number of tokens of an answer (256)")
+    add_flag(
+        parser,
+        "--samples",
+        "N",
+        int,
+        "answers per prompt at temperature 1, besides greedy",
+        least=1,
+    )
+    add_flag(parser, "--prompts", "N", int, "conversations of each set to verify (all)", least=1)
+    add_flag(
+        parser, "--max_tokens", "N", int, "largest number of tokens of an answer (256)", least=1
+    )
     add_flag(parser, "--seed", "N", int, "random seed of the samples, or of examples (0)")
     add_flag(parser, "--tasks", "FILE,...", str, "task files to score instead of validation sets")
-    add_flag(parser, "--shots", "N", int, "examples before each item of a task (0)")
+    add_flag(parser, "--shots", "N", int, "examples before each item of a task (0)", least=0)
     doc = "choices as text, or as letters after a list (cloze)"
     add_flag(parser, "--form", ["cloze", "letters"], str, doc)
-    add_flag(parser, "--limit", "N", int, "items of each task, drawn by a hash of their ids (all)")
+    add_flag(
+        parser,
+        "--limit",
+        "N",
+        int,
+        "items of each task, drawn by a hash of their ids (all)",
+        least=1,
+    )
     parser.add_switch("--chat", "make each prompt of a task a user's turn by the run's template")
     doc = "refuse tasks with items longer than a row, or skip and count these items (refuse)"
     add_flag(parser, "--too_long", ["refuse", "skip"], str, doc)
@@ -101,7 +116,6 @@ def run(args: Any, out: Output) -> int:
             fix="find . -name '*.toml'    # task files, for --tasks",
         )
     drawn = _named(args, *VERIFYING)
-    at_least_one("jaxlm eval", args, *(name for name in drawn if name != "seed"))
     check_seed("jaxlm eval", args.seed)
     if drawn and args.verify is None:
         name, value = next(iter(drawn.items()))
@@ -185,7 +199,6 @@ def _run_tasks(workdir: Path, args: Any, out: Output) -> int:
             fix=shlex.join(["jaxlm", *without_flag(args.words, f"--{other}")]),
         )
     flags = _named(args, *TASK_FLAGS)
-    at_least_one("jaxlm eval", args, *(name for name in ("limit", "shots") if flags.get(name)))
 
     from jaxlm.recipes.use import contamination
     from jaxlm.recipes.use.tasks import TaskSettings, evaluate_tasks

@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--scheme", SCHEMES, str, doc)
     doc = "glob of text, or `train`, by whose inputs a scheme searches its scales; repeatable"
     add_flag(parser, "--calibration", "GLOB", [], doc)
-    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
+    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text", least=1)
     parser.add_run_selection()
 
 

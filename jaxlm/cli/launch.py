@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, at_least_one, extract
+from jaxlm.cli.arguments import CPU_DEVICES, Parser, add_flag, extract
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 from jaxlm.training.launch import ElasticJob, RestartPolicy
@@ -16,12 +16,12 @@ from jaxlm.training.launch import ElasticJob, RestartPolicy
 
 def add_arguments(parser: Parser) -> None:
     parser.withhold("the command after -- has the config")
-    add_flag(parser, "--processes", "N", int, "number of processes", required=True)
+    add_flag(parser, "--processes", "N", int, "number of processes", least=1, required=True)
     doc = "restarts after a lost process, a stall or a preemption"
-    add_flag(parser, "--restarts", "N", 100, doc)
+    add_flag(parser, "--restarts", "N", 100, doc, least=0)
     add_flag(parser, *CPU_DEVICES)
-    add_flag(parser, "--pause", "SECONDS", 1.0, "pause before the first restart")
-    add_flag(parser, "--silence", "SECONDS", 120.0, "longest time without a heartbeat")
+    add_flag(parser, "--pause", "SECONDS", 1.0, "pause before the first restart", least=0)
+    add_flag(parser, "--silence", "SECONDS", 120.0, "longest time without a heartbeat", least=1)
     parser.add_argument("command", nargs="*", metavar="WORD", help="command of each process")
 
 
@@ -33,7 +33,6 @@ def run(args: Any, out: Output) -> int:
         why = f"{words[0]!r} follows --" if words else "nothing follows --"
         fix = "jaxlm train --help    # the command after --"
         raise CommandError(what, where="jaxlm launch", why=why, fix=fix)
-    at_least_one("jaxlm launch", args, "processes")
     workdir = extract(words)[0].workdir
     devices = [] if args.cpu_devices is None else [f"--cpu_devices={args.cpu_devices}"]
     job = ElasticJob(

@@ -29,18 +29,24 @@ from jaxlm.monitor.chips import MEMORY, Machine, machine
 from jaxlm.parallel.config import AXES, format_mesh
 
 SLOTS = 8  # of a server, as of `jaxlm serve`
-LEAST = {"slots": 1, "context": 2}
 
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--on", "MACHINE", str, "chip, CHIPxN, TPU slice, or cpu (this machine)")
     add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
-    add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
+    add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices", least=1)
     add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
     add_init_from(parser, "sizes are")
     parser.add_switch("--serve", "plan a server, not a training run")
-    add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)")
-    add_flag(parser, "--context", "TOKENS", int, "with --serve: largest request (the run's rows)")
+    add_flag(parser, "--slots", "N", int, "with --serve: requests that run at once (8)", least=1)
+    add_flag(
+        parser,
+        "--context",
+        "TOKENS",
+        int,
+        "with --serve: largest request (the run's rows)",
+        least=2,
+    )
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], str, "with --serve: dtype of its cache")
     add_flag(parser, "--draft", "lookup|heads|RUN", str, "with --serve: source of draft tokens")
     parser.add_switch("--fit", "search for the fastest settings that fit")
@@ -170,17 +176,12 @@ def _check(args: Any) -> None:
         what, where = f"--{serving[0]} is for a server", f"--{serving[0]}"
         why = "without --serve the plan is of a training run"
         raise CommandError(what, where=where, why=why, fix=f"--serve {_flag_of(args, serving[0])}")
-    for name in ("slots", "context"):
-        if (value := getattr(args, name)) is not None and value < LEAST[name]:
-            what, where = f"--{name} is too small", f"--{name}={value}"
-            why = f"it must be at least {LEAST[name]}"
-            raise CommandError(what, where=where, why=why, fix=f"--{name}={LEAST[name]}")
-    if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
+    if args.devices > 1 and args.on != "cpu":
         is_gpu = args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
         what = "the name of the machine contains the number of devices"
         why = "a CPU can be split into several devices; other machines are named as in h100x8"
         named = f"--on={args.on}x{args.devices} --devices=1"
-        fix = named if args.devices > 1 and is_gpu else "jaxlm plan --help"
+        fix = named if is_gpu else "jaxlm plan --help"
         raise CommandError(what, where=f"--devices={args.devices}", why=why, fix=fix)
     if args.memory and args.on == "cpu":
         where, fix = f"{MEMORY}={args.memory}", f"--on=mygpu {MEMORY}={args.memory}    # any name"

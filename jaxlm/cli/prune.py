@@ -11,7 +11,7 @@ with the original run as its teacher.
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed_run, selection
+from jaxlm.cli.arguments import Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output, columns
 
 
@@ -19,7 +19,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--out", "DIR", str, "new run directory", required=True)
     doc = "layers from 0, as 0,2,4; even:N, N at even distances; harm:N, the N of most harm"
     add_flag(parser, "--keep", "LAYERS", str, doc, required=True)
-    add_flag(parser, "--batches", "N", 16, "largest number of batches for each loss")
+    add_flag(parser, "--batches", "N", 16, "largest number of batches for each loss", least=1)
     doc = "glob of text for the losses (the validation set); repeatable"
     add_flag(parser, "--text", "GLOB", [], doc)
     parser.add_run_selection()
@@ -27,7 +27,6 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
-    at_least_one("jaxlm prune", args, "batches")
 
     from jaxlm.recipes.use.prune import PruneOptions, prune
 

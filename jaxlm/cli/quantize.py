@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxlm.cli.arguments import SAVED_CONFIG, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
+from jaxlm.core.errors import CommandError
 
 SCHEMES = ["int8", "fp8", "int4", "int4_zero", "nf4", "nf4_double", "w8a8", "w4a8"]
 
@@ -30,7 +31,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--method", METHODS, "rtn", doc)
     doc = "glob of text for gptq and awq, or `train`: the run's own training rows; repeatable"
     add_flag(parser, "--calibration", "GLOB", [], doc)
-    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text")
+    add_flag(parser, "--calibration_tokens", "N", 262_144, "tokens of that text", least=1)
     doc = "inputs of one output that share a scale (128 of int4, 64 of nf4, else all)"
     parser.add_argument("--block", type=int, default=None, metavar="N", help=doc)
     doc = "patterns over paths of weights, such as embedding/* (*/attention/*,*/mlp/*)"
@@ -39,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--text", "GLOB", [], doc)
     doc = "task files that both models answer; items whose result changes are flips"
     add_flag(parser, "--tasks", "FILE,...", str, doc, default="")
-    add_flag(parser, "--limit", "N", int, "items of each task (all)")
+    add_flag(parser, "--limit", "N", int, "items of each task (all)", least=1)
     doc = "largest growth of the loss, and share of flips of a task, as loss:1%%,flips:2%%"
     add_flag(parser, "--allow", "LIMIT,...", "loss:1%", doc)
     parser.add_run_selection()
@@ -47,6 +48,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: Any, out: Output) -> int:
     workdir, target = Path(needed_run(args)), Path(args.out)
+    if args.limit is not None and not args.tasks:
+        what, where = "--limit needs --tasks", f"--limit={args.limit}"
+        fix = "find . -name '*.toml'    # task files, for --tasks"
+        raise CommandError(what, where=where, why="it is the number of items of each task", fix=fix)
 
     from jaxlm.recipes.use.quantize import QuantizeOptions, quantize
     from jaxlm.tune.config import PROJECTIONS

@@ -30,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "prompts: JSON lines with prompt (.jsonl), else a prompt on each line"
     add_flag(parser, "--prompts", "FILE", str, doc)
     add_flag(parser, "--out", "FILE", "ratings.jsonl", "ratings, which are appended")
-    add_flag(parser, "--max_tokens", "N", 100, "largest number of new tokens")
+    add_flag(parser, "--max_tokens", "N", 100, "largest number of new tokens", least=1)
     add_flag(parser, "--temperature", "X", 0.8, "sampling temperature; 0 is greedy")
     add_flag(parser, "--seed", "N", 0, "random seed of texts and of the order of sides")
     add_flag(parser, "--port", "N", 0, "port of the page; 0 takes a free one")

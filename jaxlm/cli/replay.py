@@ -18,9 +18,9 @@ MAX_SHOWN = 16  # printed documents; --json has more
 
 def add_arguments(parser: Parser) -> None:
     parser.withhold(SAVED_CONFIG, "--config")
-    add_flag(parser, "--step", "N", int, "step to replay", required=True)
+    add_flag(parser, "--step", "N", int, "step to replay", least=0, required=True)
     doc = "number of rewinds before the step (all); 0 replays what the first rewind abandoned"
-    add_flag(parser, "--rewinds", "K", int, doc)
+    add_flag(parser, "--rewinds", "K", int, doc, least=0)
     add_flag(parser, *CPU_DEVICES)
 
 

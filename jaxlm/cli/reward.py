@@ -27,7 +27,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "JSON lines with prompt, answer and info"
     add_flag(attempt, "--prompts", "FILE", str, doc, required=True)
     doc = "tokens of each completion, for rewards of lengths"
-    add_flag(attempt, "--tokens", "N", 1, doc)
+    add_flag(attempt, "--tokens", "N", 1, doc, least=1)
 
 
 def _try(args: Any, out: Output) -> int:

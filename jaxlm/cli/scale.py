@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import Parser, add_flag, at_least_one, needed, needed_config
+from jaxlm.cli.arguments import Parser, add_flag, needed, needed_config
 from jaxlm.cli.output import Output, columns, table
 from jaxlm.cli.plan import named_machine
 from jaxlm.core import config
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--widths", "N,N,N", str, doc)
     doc = "with --sweep: steps of the runs (1/4, 1/2 and all of the config's)"
     add_flag(parser, "--steps", "N,N", str, doc)
-    add_flag(parser, "--parallel", "N", 1, "with --sweep: runs at a time")
+    add_flag(parser, "--parallel", "N", 1, "with --sweep: runs at a time", least=1)
 
 
 def run(args: Any, out: Output) -> int:
@@ -81,7 +81,6 @@ def _of_runs(pattern: str, flops: float, on: Any, assumed: list[str], args: Any)
 
 def _check(args: Any) -> None:
     """Raise CommandError without a budget, or if two flags contradict each other."""
-    at_least_one("jaxlm scale", args, "parallel")
     if args.budget is None:
         what, why, fix = "scale needs a budget", "--budget is missing", "jaxlm scale --help"
         raise CommandError(what, where="jaxlm scale", why=why, fix=fix)

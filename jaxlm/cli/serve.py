@@ -16,30 +16,56 @@ from jaxlm.cli.arguments import ADAPTER, Parser, add_flag, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
-LEAST = {"slots": 1, "context": 2, "chunk": 1, "max_waiting": 1, "port": 0}
-LEAST |= {"prefix_mib": 0, "drain_seconds": 0, "stall_seconds": 1}
 LIMITS = ("key_calls", "key_running", "key_tokens")
-LEAST |= dict.fromkeys(LIMITS, 0)
 MAX_PORT = 2**16 - 1
 
 
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--host", "ADDRESS", "127.0.0.1", "address to listen on; others need --keys")
-    add_flag(parser, "--port", "N", 8000, "port to listen on; 0 for any that is free")
+    add_flag(parser, "--port", "N", 8000, "port to listen on; 0 for any that is free", least=0)
     add_flag(parser, "--keys", "FILE", str, "file with digests of the keys of clients")
     parser.add_switch("--add_key", "add a key to the file of --keys, print it and end")
-    add_flag(parser, "--key_calls", "N", 0, "calls a minute of each key; 0 for any number")
-    add_flag(parser, "--key_running", "N", 0, "calls of each key at once; 0 for any number")
-    add_flag(parser, "--key_tokens", "N", 0, "tokens a minute of each key; 0 for any number")
-    add_flag(parser, "--slots", "N", 8, "requests that run at once")
+    add_flag(parser, "--key_calls", "N", 0, "calls a minute of each key; 0 for any number", least=0)
     add_flag(
-        parser, "--context", "TOKENS", int, "largest request, with its prompt (the run's rows)"
+        parser, "--key_running", "N", 0, "calls of each key at once; 0 for any number", least=0
     )
-    add_flag(parser, "--chunk", "TOKENS", 64, "tokens of a prompt that are read in one pass")
-    add_flag(parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot")
-    add_flag(parser, "--prefix_mib", "MIB", 256, "memory for beginnings of prompts; 0 keeps none")
-    add_flag(parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM")
-    add_flag(parser, "--stall_seconds", "X", 300.0, "time limit of a pass; then the process ends")
+    add_flag(
+        parser, "--key_tokens", "N", 0, "tokens a minute of each key; 0 for any number", least=0
+    )
+    add_flag(parser, "--slots", "N", 8, "requests that run at once", least=1)
+    add_flag(
+        parser,
+        "--context",
+        "TOKENS",
+        int,
+        "largest request, with its prompt (the run's rows)",
+        least=2,
+    )
+    add_flag(
+        parser, "--chunk", "TOKENS", 64, "tokens of a prompt that are read in one pass", least=1
+    )
+    add_flag(
+        parser, "--max_waiting", "TOKENS", 2**17, "tokens of requests that wait for a slot", least=1
+    )
+    add_flag(
+        parser,
+        "--prefix_mib",
+        "MIB",
+        256,
+        "memory for beginnings of prompts; 0 keeps none",
+        least=0,
+    )
+    add_flag(
+        parser, "--drain_seconds", "X", 30.0, "time for running requests after a SIGTERM", least=0
+    )
+    add_flag(
+        parser,
+        "--stall_seconds",
+        "X",
+        300.0,
+        "time limit of a pass; then the process ends",
+        least=1,
+    )
     add_flag(parser, "--kv_cache_dtype", ["auto", "int8"], "auto", "dtype of the KV cache")
     add_flag(
         parser, "--draft", "lookup|heads|RUN", str, "what guesses tokens; no text depends on it"
@@ -50,11 +76,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: Any, out: Output) -> int:
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            what, why = f"--{name} is too small", f"it must be at least {least}"
-            raise CommandError(what, where=f"--{name}={value}", why=why, fix="jaxlm serve --help")
     if args.price is not None and not args.price > 0:
         what, why = f"a price of {args.price:g} is not allowed", "it must be above 0"
         raise CommandError(what, where=f"--price={args.price:g}", why=why, fix="jaxlm serve --help")

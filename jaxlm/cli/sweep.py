@@ -16,7 +16,6 @@ from jaxlm.cli.arguments import (
     CPU_DEVICES,
     Parser,
     add_flag,
-    at_least_one,
     free_workdir,
     is_run,
     needed,
@@ -31,9 +30,14 @@ from jaxlm.core.errors import CommandError, ConfigError
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--vary", "A.B=V,V", [], "values of a setting; repeatable: all combinations")
     add_flag(
-        parser, "--seeds", "N", 1, "seeds of each combination, counted from that of the config"
+        parser,
+        "--seeds",
+        "N",
+        1,
+        "seeds of each combination, counted from that of the config",
+        least=1,
     )
-    add_flag(parser, "--parallel", "N", 1, "runs at a time")
+    add_flag(parser, "--parallel", "N", 1, "runs at a time", least=1)
     add_flag(parser, "--init_from", "RUN[@STEP]", str, "run with the initial weights of all runs")
     add_flag(parser, *CPU_DEVICES)
 
@@ -46,7 +50,6 @@ def run(args: Any, out: Output) -> int:
     if is_run(str(workdir)):
         what, why = f"{workdir} is a run", "a sweep has a directory for each of its runs"
         raise CommandError(what, where=f"--workdir={workdir}", why=why, fix=free)
-    at_least_one("jaxlm sweep", args, "seeds", "parallel")
 
     from jaxlm.recipes.compare import comparison, sweep
 

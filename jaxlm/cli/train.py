@@ -46,7 +46,7 @@ from jaxlm.training.rundir import IMPORTED, split_ref
 
 
 def add_arguments(parser: Parser) -> None:
-    add_flag(parser, "--stop_at", "STEP", int, "step at which to save and exit with 0")
+    add_flag(parser, "--stop_at", "STEP", int, "step at which to save and exit with 0", least=1)
     doc = "run or imported model with the initial weights"
     add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
     doc = "settings that may differ from those of the run in --workdir"
@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     doc = "convert stored arrays to the dtypes of this config; precision may differ"
     parser.add_switch("--cast", doc)
     parser.add_switch("--verbose", "the whole header on the screen; log.txt in DIR always has it")
-    add_flag(parser, "--start_at", "STEP", int, "committed step to resume from")
+    add_flag(parser, "--start_at", "STEP", int, "committed step to resume from", least=0)
     parser.add_switch("--force", "with --start_at: move later steps to quarantine/")
     add_flag(parser, *CPU_DEVICES)
     detected = "Slurm, Open MPI, JobSet and TPU pods are detected"
@@ -64,8 +64,8 @@ def add_arguments(parser: Parser) -> None:
     several = parser.add_argument_group(doc)
     add_flag(several, "--coordinator", "HOST:PORT", str, "address of rank 0 for the rendezvous")
     doc = "number of processes; 1 disables cluster detection"
-    add_flag(several, "--num_processes", "N", int, doc)
-    add_flag(several, "--process_id", "RANK", int, "rank of this process, from 0")
+    add_flag(several, "--num_processes", "N", int, doc, least=1)
+    add_flag(several, "--process_id", "RANK", int, "rank of this process, from 0", least=0)
 
 
 def run(args: Any, out: Output) -> int:

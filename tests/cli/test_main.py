@@ -210,6 +210,31 @@ def test_a_wrong_command_line_says_what_and_how_to_mend_it(verb, capsys, words, 
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("words", "least"),
+    [
+        ("train --config=quickstart --workdir=r --stop_at=0", 1),
+        ("train --config=quickstart --workdir=r --cpu_devices=-1", 1),
+        ("eval --workdir=r --sequence=0", 1),
+        ("eval --workdir=r --batch=-1", 1),
+        ("eval --workdir=r --limit=0", 1),
+        ("eval --workdir=r --shots=-1", 0),
+        ("data peek --config=quickstart --rows=0", 1),
+        ("data peek --config=quickstart --step=-1", 0),
+        ("quantize --workdir=r --out=q --scheme=int8 --calibration_tokens=0", 1),
+        ("reward try number --prompts=p.jsonl --tokens=0", 1),
+        ("serve --workdir=r --context=1", 2),
+        ("serve --workdir=r --drain_seconds=nan", 0),
+    ],
+)
+def test_a_number_below_the_least_is_refused_before_anything_is_read(words, least, capsys):
+    flag, _, value = words.split()[-1].partition("=")
+    assert main(words.split()) == CommandError.code
+    text = capsys.readouterr().err
+    assert f"{flag}={value} is below {least}" in text
+    assert f"why    {flag} must be at least {least}" in text
+
+
 def test_several_steps_for_a_command_of_one_are_not_taken_for_a_number(capsys):
     """100,200 was read as 100200, as 1,000 is elsewhere."""
     assert main(["eval", "--workdir=run", "--step=100,200", "--json"]) == 2

@@ -9,7 +9,7 @@ import pytest
 
 import jaxlm
 from jaxlm.cli.main import main
-from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import dataset, from_python
 from jaxlm.data.config import DataConfig
 from jaxlm.data.tokenizer import Bytes
@@ -267,3 +267,37 @@ def test_the_fix_of_a_resumed_call_is_an_argument_of_the_call(train):
     (line,) = [each for each in caught.value.fix.splitlines() if each.startswith("resume=")]
     fixed = eval(f"dict({line})", {"jaxlm": jaxlm})
     assert train(texts, settings={"optim.lr": 2e-3}, stop_at=2, **fixed).step == 2
+
+
+class Observer(jaxlm.Callback):
+    """A callback that is passed without being made."""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "fix"),
+    [
+        ({"callbacks": print}, "callbacks=[print]"),
+        ({"callbacks": [3]}, "callbacks=[print]"),
+        ({"callbacks": [Observer]}, "callbacks=[Observer()]"),
+        ({"stop_at": "1"}, "stop_at=1"),
+        ({"stop_at": 0}, "stop_at=1"),
+        ({"stop_at": 0.5}, "stop_at=1"),
+        ({"cpu_devices": -1}, "cpu_devices=1"),
+        ({"resume": {"cast": True}}, "resume=jaxlm.ResumeOptions(**{'cast': True})"),
+        ({"settings": "optim.lr=3"}, "settings={'optim.lr': 1e-3}"),
+        ({"config": ["quickstart"]}, "config='quickstart'"),
+        ({"config": None}, "config='quickstart'"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_before_anything_is_done(wrong, fix, tmp_path):
+    with pytest.raises(CommandError) as caught:
+        jaxlm.train(**{"config": SMALL, "workdir": tmp_path / "run", "quiet": True, **wrong})
+    assert caught.value.fix == fix
+    assert not (tmp_path / "run").exists()
+    assert isinstance(eval(f"dict({fix})", {"jaxlm": jaxlm, "Observer": Observer}), dict)
+
+
+def test_names_of_settings_in_one_text_are_refused():
+    with pytest.raises(CommandError) as caught:
+        jaxlm.ResumeOptions(allow_change="data,optim.lr")
+    assert caught.value.fix == "allow_change=('data', 'optim.lr')"

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from jaxlm.core import notebook_code, sections, user_code
 from jaxlm.core.callbacks import Callback
 from jaxlm.core.config import Loaded, Origin
 from jaxlm.core.disk import check_local
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.core.python_call import python_errors
 from jaxlm.core.sections import show
 from jaxlm.monitor.sinks import Callbacks, Function
@@ -48,6 +48,13 @@ class ResumeOptions:
     reset_optimizer: bool = False  # keep the parameters and reset the optimizer state
     cast: bool = False  # convert stored arrays to the dtypes of this config
     allow_change: tuple[str, ...] = ()  # settings that may differ from those of the run
+
+    def __post_init__(self) -> None:
+        """Raise CommandError if `allow_change` is a text, whose letters would be settings."""
+        value: Any = self.allow_change
+        if isinstance(value, str):
+            where, fix = f"allow_change={value!r}", f"allow_change={tuple(value.split(','))!r}"
+            raise CommandError("allow_change is a text", where=where, why="it is a tuple", fix=fix)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -170,6 +177,11 @@ def train(
     its `fix` names of the command line is an argument of this function.
     """
     with python_errors() if arguments is None else contextlib.nullcontext():
+        if arguments is None:
+            _check_arguments(config, settings, callbacks, resume)
+            for name, value in (("stop_at", stop_at), ("cpu_devices", cpu_devices)):
+                _check_count(name, value)
+            init_from = None if init_from is None else os.fspath(init_from)
         check_local(workdir, "workdir")
         process = process or cluster.process_spec(os.environ)
         if process.count in (None, 1):  # several processes would find the lock of the first
@@ -196,6 +208,49 @@ def train(
         answer = run_training(loaded, options, Callbacks(callbacks))
         workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
         return Result(Path(workdir), step, complete, answer)
+
+
+def _check_arguments(config: Any, settings: Any, callbacks: Any, resume: Any) -> None:
+    """Raise CommandError if an argument has a type that would fail later, after a compilation."""
+    if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
+        raise _wrong("callbacks", callbacks, "it is no list", f"callbacks=[{_name(callbacks)}]")
+    for number, each in enumerate(callbacks):
+        if isinstance(each, type) and issubclass(each, Callback):
+            why, fix = "it is a class, and its object is called", f"callbacks=[{each.__name__}()]"
+        elif isinstance(each, Callback) or callable(each):
+            continue
+        else:
+            why, fix = "it is no function and no jaxlm.Callback", "callbacks=[print]"
+        raise _wrong(f"callbacks[{number}]", each, why, fix)
+    if resume is not None and not isinstance(resume, ResumeOptions):
+        named = f"**{resume!r}" if isinstance(resume, dict) else "force=True"
+        why, fix = "it is no jaxlm.ResumeOptions", f"resume=jaxlm.ResumeOptions({named})"
+        raise _wrong("resume", resume, why, fix)
+    if settings is not None and not isinstance(settings, Mapping):
+        fix = "settings={'optim.lr': 1e-3}"
+        raise _wrong("settings", settings, "it is no dict of values by path", fix)
+    kinds = (str, os.PathLike, Mapping, Run, Loaded)
+    if not isinstance(config, kinds) and not hasattr(config, "to_dict"):
+        why = "it is no name, path, dict of settings, ConfigDict or jaxlm.Config"
+        raise _wrong("config", config, why, "config='quickstart'")
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Raise CommandError unless an argument is None or a number of at least 1."""
+    if value is None or (hasattr(value, "__index__") and value >= 1):
+        return
+    is_number = isinstance(value, int | float) and value < 1
+    why = "it is below 1" if is_number else "it is no whole number"
+    raise _wrong(name, value, why, f"{name}=1")
+
+
+def _wrong(name: str, value: Any, why: str, fix: str) -> CommandError:
+    where = f"{name}={_name(value)[:80]}"
+    return CommandError(f"{name} has a wrong value", where=where, why=why, fix=fix)
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", repr(value))
 
 
 def _with_current_parts(loaded: Loaded, workdir: Path) -> Loaded:
