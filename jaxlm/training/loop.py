@@ -85,6 +85,8 @@ class Progress:
     last_skipped: int | None = None
     # Rows and tokens read of each source of a mixture.
     read: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    # Pieces of damaged token shards that were left out: (document, first id, number of ids).
+    lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     first_loss: float | None = None  # of the first step, in nats
     divergence: dict[str, Any] | None = None  # verdict on a loss that is too high
 
