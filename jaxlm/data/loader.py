@@ -500,7 +500,6 @@ def skip_damaged(
                     where=where,
                     why=f"{total} of {limit.tokens} tokens could not be read; data.max_dropped = "
                     f"{limit.most:g} of them may be lost",
-                    fix=f"{fix.splitlines()[0]}\n"
-                    "--config.data.max_dropped=1    # accepts any loss",
+                    fix=f"{fix.splitlines()[0]}\n--config.data.max_dropped=1    # accepts any loss",
                 )
         yield batch
