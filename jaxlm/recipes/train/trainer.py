@@ -19,7 +19,7 @@ from jaxlm.data.baselines import unigram_of
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.generate.sampler import Sampler
 from jaxlm.models.cost import model_cost
-from jaxlm.monitor import chips, host_machine
+from jaxlm.monitor import chips, host_machine, sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
@@ -379,6 +379,9 @@ class Trainer(TrainLoop):
         self._resume(store.record(rewind.to).meta if rewind.to else None)
         self.alarm = self._new_alarm()
         self._logger.open(self.start)
+        if self._step.layer_stats is not None:
+            records = sinks.read(self.context.directory.path / "metrics.jsonl")
+            self._step.layer_stats.continue_from(records)
 
     def _new_alarm(self) -> DivergenceAlarm:
         run, data, progress = self.run_config, self.programs.data, self.progress
