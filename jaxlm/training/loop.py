@@ -89,6 +89,7 @@ class Progress:
     lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     first_loss: float | None = None  # of the first step, in nats
     divergence: dict[str, Any] | None = None  # verdict on a loss that is too high
+    judged: dict[str, Any] | None = None  # the losses that this verdict is of, see `Divergence`
 
     def note(self, loss: float, step: int) -> bool:
         """Count an evaluation, and return whether its loss is finite and the lowest so far."""
@@ -101,6 +102,8 @@ class Progress:
     def forget(self) -> None:
         """Forget the lowest loss, because later evaluations are of another set."""
         self.best_loss, self.best_step, self.evaluations_without_gain = None, None, 0
+        if self.judged is not None:
+            self.judged |= dict.fromkeys(("evaluation", "first_evaluation", "best"))
 
 
 class BudgetSpent(Exception):
