@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from jaxlm.data.packing import PackingPlan
 from jaxlm.data.shards import AnyShards, DamagedShard
 from jaxlm.data.teacher import COLUMNS, StoredTeacher
 
-# (document, first id that cannot be read, number of ids), and the error.
-LostPiece = tuple[tuple[int, int, int], DamagedShard]
+Piece = tuple[int, int, int]  # (document, first id, number of ids)
+LostPiece = tuple[Piece, DamagedShard]  # that cannot be read, and the error
+Gather = Callable[[Any], list[Any]]  # of a value of each process on the first one, via JSON
 
 EVALUATION_SEED = (0,)  # seed of the row shuffle of a partial evaluation
 ANSWERS_MULTIPLE = 32  # devices that may split a row
@@ -68,6 +70,8 @@ class Loader:
         rows: slice | Mapping[int, slice] | None = None,
         skips: Sequence[tuple[int, int]] = (),
         warn: Log = lambda _: None,
+        lost: list[Piece] | None = None,
+        gather: Gather = lambda value: [value],
     ) -> Iterator[Tokens]:
         """Return an endless iterator of the host's rows of the global batches, read ahead by Grain.
 
@@ -77,6 +81,8 @@ class Loader:
           rows: the host's rows of a batch, by batch size if sizes differ; all of them by default.
           skips: ranges [low, high) of batch numbers in the stream that are left out.
           warn: called for rows that cannot be read.
+          lost: pieces that could not be read before `start`; those of each batch are added.
+          gather: returns the values of all processes on the first one, and nothing on the others.
 
         Raises:
           DataError: if the set has fewer rows than a batch; from the iterator, if a shard is
@@ -122,7 +128,8 @@ class Loader:
             return lambda: self._losses_at(number, schedule, host_rows)
 
         read = ((each, losses(step)) for step, each in enumerate(stream, start))
-        return skip_damaged(read, self.shards.manifest.tokens, self.max_lost, warn)
+        limit = LossLimit(self.shards.manifest.tokens, self.max_lost)
+        return skip_damaged(read, limit, [] if lost is None else lost, warn, gather)
 
     def at(self, step: int, *, batch: int | BatchSchedule, rows: slice) -> Tokens:
         """Return the given rows of the global batch at `step`, uncut."""
@@ -443,44 +450,56 @@ def with_teacher_top(batch: Tokens, top: int) -> Tokens:
     return batch._replace(teacher=TeacherTop(*columns))
 
 
+class LossLimit(NamedTuple):
+    """The tokens of a set, and the largest share of them that may be unreadable."""
+
+    tokens: int
+    most: float
+
+
 def skip_damaged(
     stream: Iterator[tuple[Tokens, Callable[[], Iterator[LostPiece]]]],
-    tokens: int,
-    most: float,
+    limit: LossLimit,
+    lost: list[Piece],
     warn: Log,
+    gather: Gather,
 ) -> Iterator[Tokens]:
     """Yield the batches of a stream, and warn about each piece that could not be read.
 
     Args:
       stream: batches in which unreadable tokens have weight 0, each with a function that lists the
         unreadable pieces of the batch.
-      tokens: tokens of the set.
-      most: largest share of `tokens` that may be lost.
+      limit: largest part of the set that may be lost.
+      lost: pieces that were lost before; those of each batch are added.
       warn: called once per lost piece, with the total.
+      gather: see `Loader.batches`; the first process counts the pieces of all.
 
     Raises:
-      DataError: if more than the share `most` was lost.
+      DataError: if more than the limit was lost.
     """
-    lost: set[tuple[int, int, int]] = set()
-    total = 0
+    known = set(lost)
+    total = sum(count for *_, count in lost)
     for batch, losses in stream:
+        here = []
         if np.any((batch.segments > 0) & (batch.weights == 0)):
-            for piece, damage in losses():
-                if piece in lost:
-                    continue
-                lost.add(piece)
-                total += piece[2]
-                warn(
-                    f"not trained on: {piece[2]} tokens of {damage.where} ({damage.why}); {total} "
-                    f"tokens in {len(lost)} pieces so far, {total / tokens:.2g} of all"
+            here = [(p, e.where, e.why, e.fix) for p, e in losses() if p not in known]
+        for each, where, why, fix in itertools.chain(*gather(here)):
+            piece = (*each,)
+            if piece in known:
+                continue
+            known.add(piece)
+            lost.append(piece)
+            total += piece[2]
+            warn(
+                f"not trained on: {piece[2]} tokens of {where} ({why}); {total} tokens in "
+                f"{len(lost)} pieces so far, {total / limit.tokens:.2g} of all"
+            )
+            if total > limit.most * limit.tokens:
+                raise DataError(
+                    "too much of the training data is damaged",
+                    where=where,
+                    why=f"{total} of {limit.tokens} tokens could not be read; data.max_dropped = "
+                    f"{limit.most:g} of them may be lost",
+                    fix=f"{fix.splitlines()[0]}\n--config.data.max_dropped=1    # accepts any loss",
                 )
-                if total > most * tokens:
-                    raise DataError(
-                        "too much of the training data is damaged",
-                        where=damage.where,
-                        why=f"{total} of {tokens} tokens could not be read; data.max_dropped = "
-                        f"{most:g} of them may be lost",
-                        fix=f"{damage.fix.splitlines()[0]}\n"
-                        "--config.data.max_dropped=1    # accepts any loss",
-                    ) from damage
         yield batch

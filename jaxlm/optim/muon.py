@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-from jaxlm.core import tree
+from jaxlm.core import backend, tree
 from jaxlm.optim.config import Muon
 from jaxlm.optim.moments import inputs
 from jaxlm.optim.work_split import WorkSplit, work_split
@@ -118,6 +118,8 @@ def newton_schulz(x: Array, steps: int, dtype: str, split: WorkSplit | None = No
 
     def product(left: Array, right: Array, side: int) -> Array:
         dims = (((x.ndim - 1,), (x.ndim - side,)), (stack, stack))
+        if backend.name() == "cpu":  # XLA has no kernel for some products of bfloat16 there
+            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
         return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32).astype(dtype)
 
     def place(y: Array, **dims: bool) -> Array:

@@ -328,7 +328,8 @@ def _after_warmup(config: Schedule, steps: dict[str, int], now: Any, xp: Any) ->
         case InverseSqrt():
             return xp.sqrt((warmup + 1) / (now + 1))
         case Step():
-            return config.factor ** xp.floor((now - warmup) / steps["every"])
+            # Not the floor of a quotient, for which XLA multiplies by a rounded reciprocal.
+            return config.factor ** xp.floor_divide(now - warmup, steps["every"])
         case Exponential():
             return config.floor ** completed(warmup, end)
         case LinearDecay():

@@ -9,8 +9,8 @@ Example:
 import collections
 import math
 import statistics
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 Coder = Literal["uniform", "unigram"]
 
@@ -48,6 +48,7 @@ class Divergence:
       first: loss of the run's first step; None if the run begins now.
       best: lowest loss of earlier evaluations.
       worse: the coder that the loss was worse than before.
+      judged: the losses that were judged before, of `as_json`, in place of `best` and `worse`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Divergence:
         first: float | None = None,
         best: float = math.inf,
         worse: Coder | None = None,
+        judged: Mapping[str, Any] | None = None,
     ):
         self._steps, self.uniform, self.unigram = steps, uniform, unigram
         self._first_evaluation = best if math.isfinite(best) else None
@@ -69,6 +71,23 @@ class Divergence:
         # Coders that the training loss and the last evaluation are worse than.
         self.training: Coder | None = "uniform" if worse == "uniform" else None
         self.evaluation: Coder | None = "unigram" if worse == "unigram" else None
+        if judged is not None:
+            self._window.extend(judged["window"])
+            self.training, self.evaluation = judged["training"], judged["evaluation"]
+            self._first_evaluation = judged["first_evaluation"]
+            lowest = (judged[name] for name in ("best", "best_median"))
+            self._best, self._best_median = (math.inf if x is None else x for x in lowest)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the losses that were judged, by which a run that resumes judges the next ones."""
+        lowest = {"best": self._best, "best_median": self._best_median}
+        return {
+            "window": list(self._window),
+            "training": self.training,
+            "evaluation": self.evaluation,
+            "first_evaluation": self._first_evaluation,
+            **{name: value if math.isfinite(value) else None for name, value in lowest.items()},
+        }
 
     @property
     def worse(self) -> Coder | None:
@@ -108,7 +127,7 @@ class Divergence:
     def first_evaluation(self) -> float:
         """The loss of step 0 on the set or in training, the higher one; 0 if there is none.
 
-        After a resumption it is the best one of the set.
+        After a resumption from a checkpoint of an earlier version it is the best one of the set.
         """
         losses = (self.first, self._first_evaluation)
         return max((each for each in losses if each is not None), default=0.0)

@@ -76,7 +76,7 @@ class DivergenceAlarm:
         judge = self._divergence
         if not values["verdict"] and judge is not None:
             judge.train(step, values["loss_nats"])
-            self._progress.first_loss = judge.first
+            self._progress.first_loss, self._progress.judged = judge.first, judge.as_json()
             median = judge.median
             self._report(judge, step, "train", values["loss_nats"] if median is None else median)
 
@@ -85,6 +85,7 @@ class DivergenceAlarm:
         if self._divergence is None:
             return {}
         worse = self._divergence.evaluated(step, loss)
+        self._progress.judged = self._divergence.as_json()
         return {"worse_than": worse} if worse else {}
 
     def report_evaluation(self, step: int, loss: float) -> None:
@@ -118,9 +119,9 @@ class DivergenceAlarm:
             self.write()
             return
         before, verdict = self.verdict, self._judged(judge, worse, step, split, loss)
-        if before and before["worse_than"] == worse:
-            verdict["step"] = before["step"]  # of the first report
         self._progress.divergence = verdict
+        if before and before["worse_than"] == worse:  # the first report stays, as without a resume
+            self._progress.divergence = before | {"command": verdict["command"]}
         self.write()
         text = "{message}\n  likely cause: {cause}\n  to find a rate: {command}".format(**verdict)
         self._console.warn(f"step {step}: {text}", step=step, style="bold red")

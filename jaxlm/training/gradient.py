@@ -83,7 +83,7 @@ def build_gradient(
         grads = constrained(reduce_dtype_grads(grads, precision, spec.axes))
         if squares:
             unscale = 1 / factor if is_scaled else 1.0
-            size = jnp.square(tree.norm(grads) * unscale / jnp.maximum(part.objective.weight, 1.0))
+            size = jnp.square(tree.norm(grads) * unscale * _inverse(part.objective.weight))
             captured = Intermediates(captured.sums | {SQUARE: size}, captured.peaks)
         return grads, (part, captured)
 
@@ -128,13 +128,18 @@ def build_gradient(
         params: Any, batch: Tokens, key: Array, scale: Array
     ) -> tuple[Any, Loss, Intermediates]:
         grads, (part, captured) = summed(params, batch, key, scale)
-        inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
+        inverse = _inverse(part.objective.weight)
         if is_scaled:
             unscale = batch.tokens.size / microbatches / scale
             grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
         return jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads), part, captured
 
     return mean
+
+
+def _inverse(weight: Array) -> Array:
+    """Return 1 / weight, which tokens of small weights make large; 1 if no token has a weight."""
+    return 1.0 / jnp.where(weight > 0, weight, 1.0)
 
 
 def sum_over_data(accumulated: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,8 +85,11 @@ class Progress:
     last_skipped: int | None = None
     # Rows and tokens read of each source of a mixture.
     read: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    # Pieces of damaged token shards that were left out: (document, first id, number of ids).
+    lost: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     first_loss: float | None = None  # of the first step, in nats
     divergence: dict[str, Any] | None = None  # verdict on a loss that is too high
+    judged: dict[str, Any] | None = None  # the losses that this verdict is of, see `Divergence`
 
     def note(self, loss: float, step: int) -> bool:
         """Count an evaluation, and return whether its loss is finite and the lowest so far."""
@@ -99,6 +102,8 @@ class Progress:
     def forget(self) -> None:
         """Forget the lowest loss, because later evaluations are of another set."""
         self.best_loss, self.best_step, self.evaluations_without_gain = None, None, 0
+        if self.judged is not None:
+            self.judged |= dict.fromkeys(("evaluation", "first_evaluation", "best"))
 
 
 class BudgetSpent(Exception):

@@ -96,6 +96,10 @@ class ProcessGroup:
         """Return the first rank's value on every rank."""
         return self.peers.share(name, value, self._config.limits()["start"])
 
+    def gather(self, name: str, value: Any, phase: str) -> list[Any]:
+        """Return the values of all ranks on the first one, within the limit of the phase."""
+        return self.peers.gather(name, value, self._config.limits()[phase])
+
     def verifier(self, log: Log) -> Verifier:
         """Return the verifier of checkpoints, on all processes together, in its own phase."""
         return Verifier(

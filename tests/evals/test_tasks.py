@@ -381,6 +381,49 @@ def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
     assert (kind.answer, kind.stop, kind.max_tokens) == ("{{ right }}", ("\n",), 256)
 
 
+GENERATED = YAML.replace("multiple_choice", "generate_until").replace(
+    'doc_to_choice: "{{options}}"', "generation_kwargs: {do_sample: false, top_p: 1}"
+)
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "expected"),
+    [
+        (r"""regex_pattern: "A: (\\w+)" """, "A: 5\nB\nA: 7", "5"),
+        (r"""regex_pattern: "A: (\\w+)", group_select: -1""", "A: 5\nB\nA: 7", "7"),
+        (r"""regex_pattern: "[0-9]+" """, "so 5 and 7", "5"),
+        (r"""regex_pattern: "(?i)a: (?P<a>x|xy)(?P=a)" """, "A: XY a: xyxy A: xx", "xy"),
+        ("fallback: '-'", "9 #### -5, #### 7", "-5,"),
+        (r"""regex_pattern: "(-?[0-9.]{2,})|(-?[0-9]+)", group_select: -1""", "10 or 5", "5"),
+        (r"""regex_pattern: "(-?[0-9.]{2,})|(-?[0-9]+)" """, "5 or 10", "5"),
+    ],
+)
+def test_a_regex_of_lm_eval_takes_the_match_that_lm_eval_takes(regex, text, expected, tmp_path):
+    """The first match by default, and of several groups the first with a text."""
+    filters = f"filter_list: [{{name: a, filter: [{{function: regex, {regex}}}]}}]\n"
+    kind = yaml_task(tmp_path, GENERATED + filters).kind
+    assert answers.extracted(text, kind.extract) == expected
+    assert answers.extracted("none", kind.extract) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("top_p: 1", "num_beams: 4", "does not read generation_kwargs.num_beams"),
+        ("{data_files", "{field: data, data_files", "does not read dataset_kwargs.field"),
+        (
+            "metric_list",
+            "filter_list: [{filter: [{function: regex, group_select: 2}]}]\nmetric_list",
+            "group_select: 2",
+        ),
+    ],
+)
+def test_settings_of_lm_eval_that_change_answers_are_read_or_refused(old, new, why, tmp_path):
+    with pytest.raises(DataError) as error:
+        yaml_task(tmp_path, GENERATED.replace(old, new, 1))
+    assert why in error.value.why
+
+
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [

@@ -548,6 +548,84 @@ def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
     assert all(r["loss_nats"] is not None for r in harness.records(tmp_path / "run"))
 
 
+@pytest.mark.slow
+def test_e5_what_was_lost_before_a_resume_counts_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed often loses no more than a run that is not, and ends as that one."""
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    config = harness.write_config(tmp_path, {"checkpoint.every": 1, "train.steps": 8})
+    assert main(["data", "tokenize", f"--config={config}", f"--out={tmp_path}/out"]) == 0
+    for at in (0.1, 0.9):
+        flipped(tmp_path / "out/train/tokens-00000.bin", at)
+    sides = [
+        f"--config.data.train={tmp_path}/out/train",
+        f"--config.data.validation={tmp_path}/out/val",
+        "--config.data.damaged=skip",
+    ]
+
+    def lost(workdir: Path) -> list[tuple[int, str]]:
+        path = "warnings.jsonl"
+        return [(each["step"], each["text"]) for each in harness.records(workdir, path)]
+
+    accepted = [*sides, "--config.data.max_dropped=1"]
+    assert main(harness.words(config, tmp_path / "whole", *accepted)) == 0
+    for step in (2, 5, 8):
+        words = harness.words(config, tmp_path / "parts", *accepted, f"--stop_at={step}")
+        assert main(words) == 0
+    assert len({step for step, _ in lost(tmp_path / "whole")}) > 2
+    assert lost(tmp_path / "parts") == lost(tmp_path / "whole")
+    assert harness.state_digest(tmp_path / "parts") == harness.state_digest(tmp_path / "whole")
+
+    (step, newest) = lost(tmp_path / "whole")[-1]
+    refused = [*sides, f"--config.data.max_dropped={float(newest.split()[-3]) * 0.99}"]
+    assert main(harness.words(config, tmp_path / "refused", *refused, f"--stop_at={step}")) == 0
+    capsys.readouterr()
+    assert main(harness.words(config, tmp_path / "refused", *refused)) == 65
+    total = newest.partition("); ")[2].split()[0]
+    assert f"{total} of " in capsys.readouterr().err
+
+
+def test_e5_the_first_process_counts_what_all_processes_lost(
+    stored: TokenShards, tmp_path: Path
+) -> None:
+    plan = packing.open_plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+    loader = Loader(stored, plan, SEQUENCE, 0, prefetch=2, max_lost=0.9)
+    count = plan.rows // BATCH
+    for number in (1, 3):
+        flipped(stored.folder / f"tokens-0000{number}.bin", 0.5)
+
+    def of_all(value: list) -> list[list]:
+        return [value, json.loads(sent.pop())]
+
+    def of_none(value: list) -> list[list]:
+        sent.append(json.dumps(value))
+        return []
+
+    sent: list[str] = []
+    notes: dict[str, list[str]] = {"one": [], "first": [], "other": []}
+    lost: dict[str, list] = {"one": [], "first": [], "other": []}
+    streams = {
+        name: loader.batches(
+            0, batch=BATCH, rows=rows, warn=notes[name].append, lost=lost[name], gather=gather
+        )
+        for name, rows, gather in (
+            ("one", slice(0, BATCH), lambda value: [value]),
+            ("other", slice(BATCH // 2, BATCH), of_none),
+            ("first", slice(0, BATCH // 2), of_all),
+        )
+    }
+    for _ in range(count):
+        for stream in streams.values():
+            next(stream)
+    for stream in streams.values():
+        stream.close()  # type: ignore[attr-defined]
+    assert len(lost["one"]) > 2
+    assert sorted(lost["first"]) == sorted(lost["one"])
+    assert lost["other"] == notes["other"] == []
+    assert notes["first"][-1].partition("); ")[2] == notes["one"][-1].partition("); ")[2]
+
+
 def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

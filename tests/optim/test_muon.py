@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxlm.cli.main import main
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim import moments, muon
@@ -15,6 +16,7 @@ from jaxlm.optim.config import Muon
 from jaxlm.optim.work_split import WorkSplit, work_split
 from jaxlm.parallel import hlo, mesh, rules
 from jaxlm.parallel.config import MeshConfig
+from tests.faults import harness
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -148,3 +150,11 @@ def test_only_matrices_of_blocks_are_orthogonalized_and_they_need_no_second_mome
         for p in MATRICES
         if second[next(k for k in second if k.endswith(f"second/{p}"))].shape == ()
     } == set(MATRICES)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_heads_of_later_tokens_train_on_a_cpu(tmp_path):
+    """XLA's CPU has no kernel for some of their products of bfloat16 with a sum in float32."""
+    settings = {"objective.name": "mtp", "optim.name": "muon", "train.steps": 1}
+    config = harness.write_config(tmp_path, settings)
+    assert main(harness.words(config, tmp_path / "run")) == 0

@@ -1,6 +1,7 @@
 import math
 import typing
 
+import jax
 import numpy as np
 import pytest
 
@@ -114,6 +115,17 @@ def test_every_schedule_has_its_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_schedule_is_its_closed_form_at_every_step(name):
     np.testing.assert_allclose(values(CASES[name][0]), reference(name), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("every", [41, 47, 55, 61, 107, 400])
+def test_cuts_are_at_their_steps_in_a_compiled_program(every):
+    """XLA divides by a constant with its reciprocal, and 61 * (1 / 61) is below 1."""
+    config = Step(warmup=span(0), every=span(every), factor=0.5)
+    schedule = schedules.build(config, lr=1.0, total=8 * every, tokens_per_step=1)
+    compiled = jax.jit(schedule)
+    for cut in range(1, 8):
+        around = [float(compiled(cut * every + more)) for more in (-1, 0)]
+        assert around == [0.5 ** (cut - 1), 0.5**cut]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,8 @@
 """Losses that raise the alarm of a diverged run."""
 
+import json
 import math
+import random
 
 import pytest
 
@@ -113,6 +115,25 @@ def test_an_evaluation_that_falls_is_no_alarm_if_its_text_is_harder_than_that_of
     resumed = watch(steps=8, first=9.0, best=11.6)
     assert resumed.evaluated(5, 11.3) is None
     assert resumed.evaluated(6, 12.5) == "uniform"
+
+
+def test_a_judge_that_goes_on_after_each_step_is_the_one_that_is_never_stopped():
+    draw = random.Random(0)
+    whole = watch(steps=120)
+    judged, first = None, None
+    for step in range(121):
+        resumed = watch(steps=120, first=first, best=1.0, worse="unigram", judged=judged)
+        for it in (whole, resumed):
+            state = draw.getstate()
+            if step:
+                it.train(step, draw.choice([3.0, 5.5, 5.6, 9.0, math.inf]))
+            if step % 10 == 0:
+                it.evaluated(step, draw.choice([3.0, 4.2, 5.6, 9.0, math.nan]))
+            if it is whole:
+                draw.setstate(state)
+        if step:
+            assert (resumed.worse, resumed.training) == (whole.worse, whole.training)
+        judged, first = json.loads(json.dumps(whole.as_json())), whole.first
 
 
 def test_without_a_unigram_coder_only_the_uniform_one_counts():

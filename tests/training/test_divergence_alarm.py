@@ -75,6 +75,37 @@ def test_each_row_since_then_has_a_mark(diverged):
     assert ("val", 24) in marked
 
 
+def test_a_run_that_resumes_every_three_steps_has_the_same_marks_and_ends_at_the_same_step(
+    config, diverged, tmp_path
+):
+    """The median is of four steps."""
+
+    def codes(name, stops, *flags):
+        words = harness.words(config, tmp_path / name, HUGE, *flags)
+        return [main([*words, f"--stop_at={step}"]) for step in stops]
+
+    assert codes("parts", range(3, 25, 3)) == [0] * 8
+    marks = [
+        [(r["split"], r["step"], r.get("worse_than")) for r in harness.records(workdir)]
+        for workdir in (tmp_path / "parts", diverged)
+    ]
+    assert marks[0] == marks[1]
+    counters = [
+        harness.store(each).record(24).meta["progress"] for each in (tmp_path / "parts", diverged)
+    ]
+    for each in counters:
+        del each["divergence"]["command"]  # has the run directory
+    assert counters[0] == counters[1]
+    flags = "--config.data.validation=()", STOP  # no evaluation is judged
+    assert codes("stopped", [6], *flags) == [79]
+    assert codes("stopped in parts", [3, 6], *flags) == [0, 79]
+    steps = [
+        [r["step"] for r in harness.records(tmp_path / name)]
+        for name in ("stopped", "stopped in parts")
+    ]
+    assert steps[0] == steps[1]
+
+
 def test_the_report_the_closing_block_and_exit_json_say_it(diverged):
     report = (diverged / "report.html").read_text()
     assert '<p class="worse">' in report

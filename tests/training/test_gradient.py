@@ -1,4 +1,4 @@
-"""Micro-batches of rollouts: those without a token cost nothing and change nothing."""
+"""The mean gradient of small weights, and of micro-batches of rollouts without a token."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,25 @@ def batch(is_rollout):
     weights = segments.astype(np.float32)
     rollout = Rollout(weights, weights, weights) if is_rollout else None
     return Tokens(tokens, tokens, weights, segments, tokens)._replace(rollout=rollout)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 100.0])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_gradient_is_that_of_the_mean_however_small_the_weights_are(scale, microbatches):
+    def loss(params, part, key):
+        mean = Mean((params["w"] * part.weights * part.tokens).sum(), part.weights.sum())
+        added = Mean(params["w"] * (part.segments * part.tokens).sum(), part.segments.sum())
+        return Loss(mean, {"loss_nats": mean}, added)
+
+    rows = batch(is_rollout=False)
+    weights = rows.weights * np.array([1, 1, 1, 1, 3, 1, 1, 1], np.float32)[:, None] / 3
+    rows = rows._replace(weights=scale * weights)
+    spec = GradientSpec(loss=loss, precision=Precision.float32(), microbatches=microbatches)
+    inputs = {"w": jnp.float32(2)}, rows, jax.random.key(0), jnp.float32(1)
+    grads, part, _ = jax.jit(gradient.build_gradient(spec))(*inputs)
+    expected = (weights * rows.tokens).sum() / weights.sum() + rows.tokens.sum() / 9
+    np.testing.assert_allclose(grads["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(part.value, 2 * expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_rollout", [True, False])

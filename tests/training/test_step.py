@@ -302,6 +302,17 @@ def test_metrics_say_what_happened(clipped):
     np.testing.assert_allclose(metrics["param_norm"], norm(after.params), rtol=1e-5)
 
 
+def test_tokens_are_counted_whatever_their_weight(clipped):
+    """Equal weights of all tokens change no mean, and a token of weight 0.001 is trained on too."""
+    step, state, batch = clipped
+    expected, light = (
+        step(state, batch._replace(weights=scale * batch.weights))[1] for scale in (1.0, 1e-3)
+    )
+    assert float(light["tokens"]) == float((batch.weights > 0).sum())
+    for name in ("loss_nats", "grad_norm"):
+        np.testing.assert_allclose(light[name], expected[name], rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else():
     batch = jax.tree.map(jnp.asarray, next(batches(1)))

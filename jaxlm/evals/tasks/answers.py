@@ -96,9 +96,9 @@ def seed_of(seed: int, name: str, sample: int) -> int:
 
 
 def extracted(text: str, pattern: str) -> str | None:
-    """Return the last match of a regular expression, or of its first group; None without one.
+    """Return the last match of a regular expression, or of its first group that has a text.
 
-    Without a pattern the whole text is returned.
+    Without a pattern the whole text is returned, and None without a match.
     """
     if not pattern:
         return text
@@ -106,7 +106,7 @@ def extracted(text: str, pattern: str) -> str | None:
     if not matches:
         return None
     last = matches[-1]
-    return last[1] if last.re.groups else last[0]
+    return next(filter(None, last.groups()), last[1]) if last.re.groups else last[0]
 
 
 def occurring(text: str, listed: Sequence[str]) -> list[str]:

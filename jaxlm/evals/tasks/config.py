@@ -78,14 +78,14 @@ class Answer(Prompted):
     """Comparison of a generated answer with a reference.
 
     `answer` is a template of the reference. Generation ends at an end token, at one of `stop` or
-    after `max_tokens`. `extract` is a regular expression whose last match, or its first group, is
-    compared; by default the whole text. `match` is that of `jaxlm eval --verify`. `metrics` are
-    further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of refused answers,
-    and `listed` are words and phrases that are looked for in answers. `classifier` is the folder of
-    a classifier, relative to the file, and `label` one of its labels. If there is a `program_end`,
-    `program_start`, the answer and `program_end` are run as a Python program. `samples` further
-    answers are drawn at `temperature`, for pass@k: the probability that one of k is right, or
-    passes.
+    after `max_tokens`. `extract` is a regular expression whose last match, or its first group with
+    a text, is compared; by default the whole text. `match` is that of `jaxlm eval --verify`.
+    `metrics` are further ones of `jaxlm.evals.metrics`. `refusals` are regular expressions of
+    refused answers, and `listed` are words and phrases that are looked for in answers. `classifier`
+    is the folder of a classifier, relative to the file, and `label` one of its labels. If there is
+    a `program_end`, `program_start`, the answer and `program_end` are run as a Python program.
+    `samples` further answers are drawn at `temperature`, for pass@k: the probability that one of k
+    is right, or passes.
     """
 
     name: ClassVar[str] = "answer"

@@ -28,6 +28,10 @@ WITHOUT_EFFECT = {
 EXPRESSION = re.compile(r"\s*\{\{(?P<inner>(?:(?!\}\}|\{\{).)*)\}\}\s*", re.DOTALL)
 FIELD = re.compile(r"[A-Za-z_]\w*")
 DEFAULT_TOKENS = 256  # of lm-evaluation-harness
+DEFAULT_REGEX = r"#### (\-?[0-9\.\,]+)"  # of its filter
+FLAGS = re.compile(r"\(\?[aiLmsux]+\)")  # at the beginning of a regular expression
+# Settings of a greedy generation that are read, or have no effect on it.
+GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
 
 
 def settings(text: str) -> dict[str, Any]:
@@ -84,7 +88,10 @@ def _files(raw: dict[str, Any], kind: str) -> dict[str, str]:
             f"dataset_path is {raw.get('dataset_path')!r}; no set is downloaded, so it must be json"
             ", with dataset_kwargs.data_files"
         )
-    files = (raw.get("dataset_kwargs") or {}).get("data_files")
+    options = raw.get("dataset_kwargs") or {}
+    if unread := sorted(options.keys() - {"data_files", "trust_remote_code"}):
+        raise ValueError(f"jaxlm does not read dataset_kwargs.{unread[0]}")
+    files = options.get("data_files")
     if isinstance(files, str):
         files = {"train": files}
     if not isinstance(files, dict) or not all(isinstance(each, str) for each in files.values()):
@@ -123,6 +130,8 @@ def _generation(raw: dict[str, Any]) -> dict[str, Any]:
     options = raw.get("generation_kwargs") or {}
     if options.get("do_sample") or options.get("temperature"):
         raise ValueError("generation_kwargs ask for samples, and answers are greedy")
+    if unread := sorted(map(str, options.keys() - GENERATION)):
+        raise ValueError(f"jaxlm does not read generation_kwargs.{unread[0]}")
     until = options.get("until", raw.get("fewshot_delimiter", "\n\n"))
     result = {
         "stop": [until] if isinstance(until, str) else until,
@@ -138,4 +147,26 @@ def _generation(raw: dict[str, Any]) -> dict[str, Any]:
         return result
     if len(filters) > 1 or filters[0].get("function") != "regex":
         raise ValueError("filter_list has other filters than one regex")
-    return result | {"extract": filters[0]["regex_pattern"]}
+    pattern = filters[0].get("regex_pattern", DEFAULT_REGEX)
+    select = filters[0].get("group_select", 0)
+    if select not in (0, -1):
+        raise ValueError(f"the regex has group_select: {select!r}, and must have 0 or -1")
+    return result | {"extract": pattern if select else _first_match(pattern)}
+
+
+def _first_match(pattern: str) -> str:
+    """Return a regular expression whose only match ends with the first match of another one.
+
+    `extract` compares the last match, the filter of lm-evaluation-harness by default the first.
+
+    Example:
+      >>> [re.findall(each, "no 1, 2") for each in (r"\\d", _first_match(r"\\d"))]
+      [['1', '2'], ['1']]
+    """
+    try:
+        has_groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"regex_pattern has no regular expression: {error}") from error
+    flags = match[0] if (match := FLAGS.match(pattern)) else ""
+    rest = pattern.removeprefix(flags)
+    return rf"{flags}\A[\s\S]*?" + (f"(?:{rest})" if has_groups else f"({rest})")

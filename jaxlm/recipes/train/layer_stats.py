@@ -1,5 +1,6 @@
 """Layer statistics and gradient noise: the steps that are observed, and the results."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -33,12 +34,17 @@ class LayerStatsCollector:
     def __init__(self, run: Run, sizes: Sizes, records: Iterable[Mapping[str, Any]]):
         self._run = run
         self._parts = divisibility.observer_microbatches(run, sizes)
+        self.continue_from(records)
+
+    def continue_from(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the estimates of some records alone, as a run that resumes after them does."""
         self._observed: dict[int, Observed] = {}  # a step is logged after the next one began
-        self._noises = [
+        noises = [
             Noise(record["gradient_square"], record["gradient_noise"])
             for record in records
-            if record.get("gradient_noise") is not None
+            if None not in (record.get("gradient_square"), record.get("gradient_noise"))
         ]
+        self._noises = noises[-NOISE_WINDOW:]
 
     def observe_if_due(self, observe: Callable[[], Observed], step: int) -> None:
         """Observe a step before it is computed, if that is due."""
@@ -52,10 +58,12 @@ class LayerStatsCollector:
         observed = host.fetch(self._observed.pop(step))
         record = layer_metrics(observed)
         if "noise" in self._run.log.layers:
-            self._noises.append(gradient_noise(observed, self._parts))
-            last = self._noises[-1]
-            square, trace = (sum(part) for part in zip(*self._noises[-NOISE_WINDOW:], strict=True))
+            last = gradient_noise(observed, self._parts)
             record |= {"gradient_square": last.square, "gradient_noise": last.trace}
+            if all(map(math.isfinite, last)):  # else no mean with it would be a number
+                self._noises = [*self._noises, last][-NOISE_WINDOW:]
+            square = sum(each.square for each in self._noises)
             if square > 0:
+                trace = sum(each.trace for each in self._noises)
                 record["noise_scale_tokens"] = trace / square
         return record

@@ -20,7 +20,7 @@ from jaxlm.core.mean import Mean
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
-from jaxlm.data.loader import Loader
+from jaxlm.data.loader import Gather, Loader, Piece
 from jaxlm.evals import acceptance, means
 from jaxlm.evals import loss as evals
 from jaxlm.evals.preference import evaluate as evaluate_answers
@@ -296,16 +296,32 @@ class TrainPrograms:
         return states.abstract(self.shapes, self._layout)
 
     def batches(
-        self, start: int, skips: Skips = (), warn: Log = lambda _: None
+        self,
+        start: int,
+        skips: Skips = (),
+        warn: Log = lambda _: None,
+        lost: list[Piece] | None = None,
+        gather: Gather = lambda value: [value],
     ) -> Generator[Tokens, None, None]:
         """Yield the global batches of the steps after `start`, on the devices, without end.
 
-        `skips` are ranges of batches that are left out; `warn` is called with a description of data
-        that cannot be read. Raise ConfigError if the rows are samples of the model.
+        Raise ConfigError if the rows are samples of the model.
+
+        Args:
+          start: completed steps.
+          skips: ranges of batches that are left out.
+          warn: called with a description of data that cannot be read.
+          lost, gather: see `Loader.batches`.
         """
         check_has_rows(self.run)
         stream = self.data.train.batches(
-            start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
+            start,
+            batch=self.pace,
+            rows=self._rows,
+            skips=skips,
+            warn=warn,
+            lost=lost,
+            gather=gather,
         )
         for step, batch in enumerate(stream, start):
             yield self._put(inject_faults(batch, loaders.batch_number(step, skips)))

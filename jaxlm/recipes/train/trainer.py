@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxlm.data.baselines import unigram_of
 from jaxlm.data.mixture import MixtureLoader
 from jaxlm.generate.sampler import Sampler
 from jaxlm.models.cost import model_cost
-from jaxlm.monitor import chips, host_machine
+from jaxlm.monitor import chips, host_machine, sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.profiling import Trace
 from jaxlm.optim.average_config import NoAverage, first_averaged_update
@@ -130,6 +130,9 @@ class Trainer(TrainLoop):
         self.progress = Progress(**meta["progress"]) if meta else Progress()
         if meta and not self._can_rank_with(config.from_json(Run, meta["config"])):
             self.progress.forget()
+        if meta:
+            is_same = _training_data(meta["data"]) == _training_data(self.programs.data.fingerprint)
+            self.progress.lost = [(*each,) for each in self.progress.lost if is_same]
         self.evaluation: dict[str, Any] | None = meta["evaluation"] if meta else None
         self.context.directory.step = self._counted = self.start
 
@@ -184,7 +187,8 @@ class Trainer(TrainLoop):
         if self.rollouts is not None:
             step = self.rollouts.following(self._step, state)
             return self.run(step, state, self.rollouts.batches(self.start, skips), limits, stop)
-        batches = self.programs.batches(self.start, skips, self._warn)
+        gather = functools.partial(self.context.processes.gather, "lost pieces", phase="data")
+        batches = self.programs.batches(self.start, skips, self._warn, self.progress.lost, gather)
         return self.run(self._step, state, batches, limits, stop)
 
     def _cadence(self, name: str, span: Span | None = None) -> Cadence:
@@ -375,6 +379,9 @@ class Trainer(TrainLoop):
         self._resume(store.record(rewind.to).meta if rewind.to else None)
         self.alarm = self._new_alarm()
         self._logger.open(self.start)
+        if self._step.layer_stats is not None:
+            records = sinks.read(self.context.directory.path / "metrics.jsonl")
+            self._step.layer_stats.continue_from(records)
 
     def _new_alarm(self) -> DivergenceAlarm:
         run, data, progress = self.run_config, self.programs.data, self.progress
@@ -402,6 +409,7 @@ class Trainer(TrainLoop):
                 first=uniform if first is None and self.start else first,
                 best=math.inf if progress.best_loss is None else progress.best_loss,
                 worse=progress.divergence["worse_than"] if progress.divergence else None,
+                judged=progress.judged,
             )
         context = self.context
         return DivergenceAlarm(
@@ -494,6 +502,11 @@ class Evaluator:
         assert self._sampler is not None  # else no samples are due
         params = self._decoded(self._programs.whole(state.params))
         self._logger.note_samples(step, self._sampler.write(params))
+
+
+def _training_data(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a fingerprint that determines the pieces of documents in rows."""
+    return {name: each for name, each in fingerprint.items() if not name.startswith("validation.")}
 
 
 def build_clock(programs: TrainPrograms, start: int) -> Clock:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core.span import Span
+from jaxlm.monitor import sinks
 from jaxlm.monitor.config import LogConfig
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
@@ -127,6 +129,31 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
     resumed = LayerStatsCollector(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
+    # A run that rewinds continues as one that resumes there.
+    resumed.continue_from([{}, *whole[:17]])
+    assert told(resumed, range(17, 30)) == whole[17:]
+
+
+def test_an_estimate_that_is_not_finite_is_in_no_mean():
+    """A run that resumes after it reads null for it."""
+    log = LogConfig(layers=("noise",), every=Span.parse(1), layers_every=Span.parse(1))
+    run = Run(train=TrainConfig(steps=9, batch=8, microbatches=4), log=log)
+
+    def estimate(seen, step, size):
+        notes = Intermediates({SQUARE: np.float64(32 * size)}, {})
+        observed = Observed({}, notes, np.float64(3 * size), np.float64(64))
+        seen.observe_if_due(lambda: observed, step)
+        return seen.take(step)
+
+    seen = LayerStatsCollector(run, {}, ())
+    records = [estimate(seen, step, size) for step, size in ((1, 1.0), (2, np.nan), (3, 2.0))]
+    whole = estimate(seen, 4, 1.0)
+    assert math.isnan(records[1]["gradient_noise"])
+    assert records[0]["noise_scale_tokens"] > 0
+    for each in (records[2], whole):
+        assert each["noise_scale_tokens"] == pytest.approx(records[0]["noise_scale_tokens"])
+    resumed = LayerStatsCollector(run, {}, map(sinks.finite, records))
+    assert estimate(resumed, 4, 1.0) == whole
 
 
 def test_a_clock_cannot_say_beforehand_which_step_is_logged():
