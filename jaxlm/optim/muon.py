@@ -118,8 +118,6 @@ def newton_schulz(x: Array, steps: int, dtype: str, split: WorkSplit | None = No
 
     def product(left: Array, right: Array, side: int) -> Array:
         dims = (((x.ndim - 1,), (x.ndim - side,)), (stack, stack))
-        if backend.name() == "cpu":  # XLA has no kernel for some products of bfloat16 there
-            left, right = left.astype(jnp.float32), right.astype(jnp.float32)
         return lax.dot_general(left, right, dims, preferred_element_type=jnp.float32).astype(dtype)
 
     def place(y: Array, **dims: bool) -> Array:
@@ -128,6 +126,10 @@ def newton_schulz(x: Array, steps: int, dtype: str, split: WorkSplit | None = No
     x = place(x, columns=True)
     size = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=(-2, -1), keepdims=True))
     y = (x / (size + 1e-7)).astype(dtype)
+    if backend.name() == "cpu":
+        # XLA may fold the transposition of a tall matrix into the first product, and then has no
+        # kernel for bfloat16 there.
+        y = lax.optimization_barrier(y)
     for _ in range(steps):
         gram = place(product(y, y, 1))
         rows = place(gram, rows=True)

@@ -154,7 +154,7 @@ def test_only_matrices_of_blocks_are_orthogonalized_and_they_need_no_second_mome
 
 @pytest.mark.usefixtures("one_device")
 def test_heads_of_later_tokens_train_on_a_cpu(tmp_path):
-    """XLA's CPU has no kernel for some of their products of bfloat16 with a sum in float32."""
+    """XLA has no kernel for a product of bfloat16 whose first input it transposes."""
     settings = {"objective.name": "mtp", "optim.name": "muon", "train.steps": 1}
     config = harness.write_config(tmp_path, settings)
     assert main(harness.words(config, tmp_path / "run")) == 0
