@@ -136,7 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if known is None or "--trace" in ours:
             # Messages in the traceback may quote data.
             write(sys.stderr, "\n".join(map(safe, traceback.format_exc().splitlines())))
-        out.error(known or _bug(error))
+        writes_out = any(word.partition("=")[0] == "--out" for word in ours)
+        out.error(known or _bug(error), "--out" if writes_out else "--workdir")
         return known.code if known else 70
 
 

@@ -40,10 +40,14 @@ class Output:
         """Print the next part of a result, without a line end."""
         write(sys.stdout, text, end="")
 
-    def error(self, error: JaxlmError) -> None:
-        """Print an error on stderr; under `--json` also as an object on stdout."""
+    def error(self, error: JaxlmError, flag: str = "--workdir") -> None:
+        """Print an error on stderr; under `--json` also as an object on stdout.
+
+        `flag` names the run directory that the command writes.
+        """
         if ANOTHER in error.fix:
-            error.fix = error.fix.replace(ANOTHER, free_workdir("another"))
+            free = free_workdir("another").replace("--workdir", flag, 1)
+            error.fix = error.fix.replace(ANOTHER, free)
         for line in error.every:
             write(sys.stderr, line)
         first, *rest = str(error).split("\n")

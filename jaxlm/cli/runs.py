@@ -40,7 +40,7 @@ def row(each: Any) -> tuple[str, ...]:
     steps = known if each.steps is None else f"{known}/{each.steps}"
     status = f"failed ({each.code})" if each.status == "failed" else each.status
     best, speed = formatting.number(each.best, 5), formatting.count(each.tokens_per_second)
-    if each.is_rewarded:
+    if each.is_rewarded and each.best is not None:
         best = f"reward {formatting.number(0.0 - each.best, 5)}"
     when = "-"
     if each.time_unix:

@@ -196,7 +196,12 @@ def _line(item: Any, key: str, where: str) -> bytes:
     record = {key: item} if isinstance(item, str) else item
     if not isinstance(record, Mapping):
         why = f"it is a {type(item).__name__}; a text, a dict of a record or an array is an item"
-        raise DataError("an item is no text", where=where, why=why, fix="str(item)")
+        fix = "str(item)"
+        if isinstance(item, bytes):
+            fix = 'item.decode("utf-8")'
+        elif item is None:
+            fix = "[item for item in data if item is not None]"
+        raise DataError("an item is no text", where=where, why=why, fix=fix)
     try:
         return json.dumps(dict(record)).encode() + b"\n"
     except (TypeError, ValueError) as error:

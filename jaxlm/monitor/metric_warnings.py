@@ -37,11 +37,13 @@ class UnlikelierAnswerWarning:
     """Warns once if chosen answers became less likely by a fifth: of the mean of a few steps.
 
     `records` are earlier ones of the run; the first of its steps is what later ones are compared
-    with.
+    with. `nll` is the weight of the chosen answers' loss in the objective.
     """
 
-    def __init__(self, warn: Callable[..., None], records: Iterable[Mapping[str, Any]]):
-        self._warn = warn
+    def __init__(
+        self, warn: Callable[..., None], records: Iterable[Mapping[str, Any]], nll: float = 0.0
+    ):
+        self._warn, self._larger = warn, max(0.2, 2 * nll)
         self._nats = [
             record["chosen_nats"]
             for record in records
@@ -60,7 +62,7 @@ class UnlikelierAnswerWarning:
             self._warn(
                 f"step {step}: chosen answers have {self._mean():.3g} nats a token, and had"
                 f" {self._nats[0]:.3g} at the start: the model prefers them and writes them less"
-                " often; --config.objective.nll=0.2 of a new run keeps them likely",
+                f" often; --config.objective.nll={self._larger:g} of a new run keeps them likely",
                 step=step,
             )
 

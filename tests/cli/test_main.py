@@ -24,7 +24,7 @@ from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import CONTINUED, VERBS, Verb, main
 from jaxlm.core import config
-from jaxlm.core.errors import CommandError, DataError, InputMissing, NotWritable
+from jaxlm.core.errors import CommandError, DataError, InputMissing, NotWritable, cannot_write
 from jaxlm.core.sections import show
 from jaxlm.recipes.config import Run
 
@@ -414,6 +414,16 @@ def test_a_folder_without_permission_is_66_and_the_fix_lists_it(verb, tmp_path, 
     assert f"fix    ls -ld {tmp_path}/closed/r/x.json" in capsys.readouterr().err
     verb.run = raising(OSError(errno.EIO, os.strerror(errno.EIO), "x"))
     assert main(["probe"]) == 70
+
+
+@pytest.mark.parametrize("words", [["probe"], ["probe", "--out=x"], ["probe", "--out", "x"]])
+def test_a_fix_names_the_flag_of_the_directory_that_the_command_writes(words, verb, capsys):
+    """With --workdir it would read another run."""
+    verb.add_arguments = lambda parser: parser.add_argument("--out")
+    verb.run = raising(cannot_write("the run directory", "x", OSError(errno.EFBIG, "too large")))
+    assert main(words) == NotWritable.code
+    flag = "--out" if words[1:] else "--workdir"
+    assert f"fix    {flag}=runs/another" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_130(verb, capsys, monkeypatch):

@@ -370,7 +370,8 @@ def yaml_task(folder, text):
 def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
     task, expected = yaml_task(tmp_path, YAML), task_in(tmp_path)
     kind = dataclasses.replace(expected.kind, examples="shots.jsonl")
-    assert task.kind == dataclasses.replace(kind, answer="options.index(right)")
+    index = "(options.index(right)) | int if ((options.index(right)) | string).isdigit()"
+    assert task.kind == dataclasses.replace(kind, answer=f"{index} else (options.index(right))")
     assert (task.name, task.version, task.items) == ("q", 1, "q.jsonl")
     of_task, of_expected = (items.read(each, each.file) for each in (task, expected))
     assert [each.context for each in of_task] == [each.context for each in of_expected]
@@ -379,6 +380,21 @@ def test_yaml_of_lm_eval_is_the_task_that_toml_describes(tmp_path):
     )
     kind = yaml_task(tmp_path, written.replace('"{{options.index(right)}}"', "right")).kind
     assert (kind.answer, kind.stop, kind.max_tokens) == ("{{ right }}", ("\n",), 256)
+
+
+@pytest.mark.parametrize(
+    ("target", "answer"),
+    [("right", 0), ("{{right}}", 1), ("{{ right }}", 1), ("{{ right | string }}", 1), (2, 2)],
+)
+def test_digits_of_a_template_are_the_index_and_those_of_a_field_the_choice(
+    target, answer, tmp_path
+):
+    """lm-eval reads them so. The first choice is 1, and the second one has index 1."""
+    text = YAML.replace('"{{options.index(right)}}"', f'"{target}"' if answer != 2 else "2")
+    task = yaml_task(tmp_path, text)
+    record = {"q": "?", "options": ["1", "2", "3"], "right": "1"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(record))
+    assert [each.answer for each in items.read(task, task.file)] == [answer]
 
 
 GENERATED = YAML.replace("multiple_choice", "generate_until").replace(

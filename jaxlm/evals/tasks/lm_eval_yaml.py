@@ -3,7 +3,7 @@
 Example:
   >>> text = "output_type: multiple_choice\\ndataset_path: json"
   >>> text += "\\ndataset_kwargs: {data_files: a.jsonl}"
-  >>> text += "\\ndoc_to_text: 'Q: {{q}}'\\ndoc_to_choice: options\\ndoc_to_target: '{{gold}}'"
+  >>> text += "\\ndoc_to_text: 'Q: {{q}}'\\ndoc_to_choice: options\\ndoc_to_target: gold"
   >>> settings(text)["choices"], settings(text)["answer"]
   ('options', 'gold')
 """
@@ -74,10 +74,7 @@ def settings(text: str) -> dict[str, Any]:
         choices = raw.get("doc_to_choice")
         if not isinstance(choices, list):
             choices = _expression(choices, "doc_to_choice")
-        return result | {
-            "choices": choices,
-            "answer": _expression(raw.get("doc_to_target"), "doc_to_target"),
-        }
+        return result | {"choices": choices, "answer": _target(raw.get("doc_to_target"))}
     return result | {"answer": _template(raw.get("doc_to_target")), **_generation(raw)}
 
 
@@ -123,6 +120,22 @@ def _expression(value: Any, name: str) -> str:
     if isinstance(value, str) and FIELD.fullmatch(value):
         return value
     raise ValueError(f"{name} is {value!r:.60}, and must be a field or one expression in braces")
+
+
+def _target(value: Any) -> str:
+    """Return the expression of the right choice.
+
+    Digits that a template renders are an index, also if a choice is the same text. The text of a
+    field is a choice.
+
+    Example:
+      >>> _target("label"), _target("{{ label }}")
+      ('label', '(label) | int if ((label) | string).isdigit() else (label)')
+    """
+    expression = _expression(value, "doc_to_target")
+    if not isinstance(value, str) or FIELD.fullmatch(value):
+        return expression
+    return f"({expression}) | int if (({expression}) | string).isdigit() else ({expression})"
 
 
 def _generation(raw: dict[str, Any]) -> dict[str, Any]:

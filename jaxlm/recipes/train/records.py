@@ -98,7 +98,8 @@ class MetricsLogger:
         with contextlib.suppress(DataError):  # the report names a damaged line
             known = sinks.read(self._directory.path / "metrics.jsonl")
             self._console.remember(known)
-            self._chosen = UnlikelierAnswerWarning(self._console.warn, known)
+            nll = getattr(self._context.run.objective, "nll", 0.0)  # of preferences alone
+            self._chosen = UnlikelierAnswerWarning(self._console.warn, known, nll)
         self._samples = opened("samples.jsonl", through)
         self._spikes = opened("spikes.jsonl", None)
         if self._context.run.objective.samples_answers:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +145,13 @@ def test_the_list_imports_no_jax(folder):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_run_of_rewards_without_an_evaluation_is_a_row(monkeypatch, capsys):
+    listing = [summary.RunSummary(path=Path("r"), status="stopped", step=3, is_rewarded=True)]
+    monkeypatch.setattr(summary, "find", lambda folder: listing)
+    assert main(["runs"]) == 0
+    assert re.search(r"^r +stopped +3 +- ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_or_a_line(tmp_path, monkeypatch, capsys):

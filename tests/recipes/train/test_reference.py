@@ -367,4 +367,8 @@ def test_answers_that_become_unlikelier_are_warned_of_once():
         alarm.check(step, {"chosen_nats": nats})
     assert len(lines) == 1
     assert "step 5: chosen answers have 2.47 nats a token, and had 2 at the start" in lines[0]
-    assert "--config.objective.nll" in lines[0]
+    assert "--config.objective.nll=0.2 " in lines[0]
+    alarm = UnlikelierAnswerWarning(lambda text, **_: lines.append(text), records, nll=0.2)
+    for step in range(2, 6):
+        alarm.check(step, {"chosen_nats": 3.0})
+    assert "--config.objective.nll=0.4 " in lines[-1], "the run has 0.2"
