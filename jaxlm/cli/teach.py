@@ -20,7 +20,7 @@ from jaxlm.core import config
 def add_arguments(parser: Parser) -> None:
     add_flag(parser, "--out", "DIR", str, "folder of the distributions", required=True)
     doc = "next ids of each token (64, or 32 of more than 65,536 ids: at most 300 bytes)"
-    add_flag(parser, "--top", "K", int, doc, least=1)
+    add_flag(parser, "--top", "K", int, doc)
     add_flag(parser, "--step", "STEP", int, "committed step of the teacher (newest)")
     add_flag(parser, *CPU_DEVICES)
 

@@ -151,6 +151,7 @@ class SlotFunctions:
     draft: Draft | None
 
     def empty(self, model: Decoder) -> Slots:
+        """Return the state of free slots."""
         vocab, rows, length = model.config.vocab, self.rows, self.length
         spare = self.draft.guesses if self.draft is not None else 0
         # A condition on a device costs more than it saves. A chunk is in one block.
@@ -169,6 +170,7 @@ class SlotFunctions:
         )
 
     def admit(self, state: Slots, slot: Array, arrival: Arrival) -> Slots:
+        """Put a request into a slot."""
         vocab = state.bias.shape[1]
         seen = jnp.zeros((vocab,), bool).at[arrival.ids].set(True, mode="drop")
         history = History(
@@ -193,10 +195,15 @@ class SlotFunctions:
     def read(
         self, ready: Weights, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> Slots:
+        """Read a chunk of a prompt.
+
+        Args: those of `Programs.read`.
+        """
         cache, _ = read_chunk(self.model(ready[0]), state.cache, slot, ids, start, count)
         return state._replace(cache=cache)
 
     def read_seen(self, *inputs: Any) -> Slots:
+        """Read a chunk, for the draft too."""
         return self._seen(*inputs)[0]
 
     def score(
@@ -209,6 +216,10 @@ class SlotFunctions:
         count: Array,
         after: Array,
     ) -> tuple[Slots, Scores]:
+        """Read a chunk, and return the scores of the ids `after` its ids.
+
+        Args: those of `Programs.score`.
+        """
         state, values = self._seen(ready, state, slot, ids, start, count)
         return state, scores_of(self.model(ready[0]).logits(values)[0], after)
 
@@ -223,6 +234,10 @@ class SlotFunctions:
     def follow(
         self, ready: Weights, state: Slots, slot: Array, ids: Array, start: Array, count: Array
     ) -> Slots:
+        """Let the draft read a chunk that the model has read.
+
+        Args: those of `Programs.follow`.
+        """
         assert self.draft is not None
         read = self.draft.follow(self._sources(ready), state, slot, ids, start, count)
         return state._replace(draft=read)
@@ -323,9 +338,11 @@ class SlotFunctions:
         return new, token, jnp.isfinite(jnp.max(raw, axis=-1)), scores
 
     def save(self, state: Slots, slot: Array, start: Array) -> Any:
+        """Return the keys and values of a chunk."""
         return map_layers(lambda cache: cache.part(slot, start, self.chunk), self._caches(state))
 
     def load(self, state: Slots, slot: Array, start: Array, parts: Any) -> Slots:
+        """Put the keys and values of a chunk into a slot."""
         layers = map_layers(
             lambda cache, part: cache.with_part(slot, start, part), self._caches(state), parts
         )
@@ -334,6 +351,7 @@ class SlotFunctions:
         return state._replace(cache=state.cache._replace(length=length))
 
     def wipe(self, state: Slots, slot: Array) -> Slots:
+        """Clear a slot."""
         cleared = map_layers(lambda cache: cache.cleared(slot), self._caches(state))
         return self._with_caches(state, cleared)
 

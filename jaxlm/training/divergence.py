@@ -48,7 +48,6 @@ class Divergence:
       first: loss of the run's first step; None if the run begins now.
       best: lowest loss of earlier evaluations.
       worse: the coder that the loss was worse than before.
-      judged: the losses that were judged before, of `as_json`, in place of `best` and `worse`.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class Divergence:
         first: float | None = None,
         best: float = math.inf,
         worse: Coder | None = None,
-        judged: Mapping[str, Any] | None = None,
     ):
         self._steps, self.uniform, self.unigram = steps, uniform, unigram
         self._first_evaluation = best if math.isfinite(best) else None
@@ -71,12 +69,14 @@ class Divergence:
         # Coders that the training loss and the last evaluation are worse than.
         self.training: Coder | None = "uniform" if worse == "uniform" else None
         self.evaluation: Coder | None = "unigram" if worse == "unigram" else None
-        if judged is not None:
-            self._window.extend(judged["window"])
-            self.training, self.evaluation = judged["training"], judged["evaluation"]
-            self._first_evaluation = judged["first_evaluation"]
-            lowest = (judged[name] for name in ("best", "best_median"))
-            self._best, self._best_median = (math.inf if x is None else x for x in lowest)
+
+    def restore(self, judged: Mapping[str, Any]) -> None:
+        """Continue from the losses of `as_json`, in place of `best` and `worse`."""
+        self._window.extend(judged["window"])
+        self.training, self.evaluation = judged["training"], judged["evaluation"]
+        self._first_evaluation = judged["first_evaluation"]
+        lowest = (judged[name] for name in ("best", "best_median"))
+        self._best, self._best_median = (math.inf if x is None else x for x in lowest)
 
     def as_json(self) -> dict[str, Any]:
         """Return the losses that were judged, by which a run that resumes judges the next ones."""

@@ -15,7 +15,7 @@ from jaxlm.data.chat_tokenizer import ChatTokenizer
 from jaxlm.data.config import DataConfig
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.run import _position_warnings
+from jaxlm.recipes.train.run import _row_warnings
 from jaxlm.recipes.use import generate
 from tests.faults import harness
 from tests.recipes.train.test_run import final_state
@@ -141,7 +141,7 @@ def test_conversations_without_an_answer_end_before_the_first_step(config, tmp_p
 def test_a_conversation_past_the_positions_of_the_model_is_a_warning(config):
     def warnings(positions):
         run = load(Run, str(config), [("model.max_positions", positions)]).value
-        return list(_position_warnings(run, setup.open_data(run)))
+        return list(_row_warnings(run, setup.open_data(run)))
 
     (line,) = warnings("32")
     assert re.search(r"a conversation has \d+ tokens, and the model 32 positions", line)
@@ -153,7 +153,7 @@ def test_rows_of_text_past_the_positions_of_the_model_are_a_warning(tmp_path):
 
     def warnings(positions):
         run = load(Run, str(config), [("model.max_positions", positions)]).value
-        return list(_position_warnings(run, setup.open_data(run)))
+        return list(_row_warnings(run, setup.open_data(run)))
 
     (line,) = warnings("64")
     assert "a row has 96 tokens, and the model 64 positions (model.max_positions)" in line

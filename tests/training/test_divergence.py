@@ -122,7 +122,9 @@ def test_a_judge_that_goes_on_after_each_step_is_the_one_that_is_never_stopped()
     whole = watch(steps=120)
     judged, first = None, None
     for step in range(121):
-        resumed = watch(steps=120, first=first, best=1.0, worse="unigram", judged=judged)
+        resumed = watch(steps=120, first=first, best=1.0, worse="unigram")
+        if judged is not None:
+            resumed.restore(judged)
         for it in (whole, resumed):
             state = draw.getstate()
             if step:

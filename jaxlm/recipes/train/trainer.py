@@ -409,8 +409,9 @@ class Trainer(TrainLoop):
                 first=uniform if first is None and self.start else first,
                 best=math.inf if progress.best_loss is None else progress.best_loss,
                 worse=progress.divergence["worse_than"] if progress.divergence else None,
-                judged=progress.judged,
             )
+            if progress.judged is not None:
+                divergence.restore(progress.judged)
         context = self.context
         return DivergenceAlarm(
             divergence, terms, progress, context.directory, context.console, self._finish_saves
