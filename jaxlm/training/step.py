@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from jaxlm.core import faults, random, tree
+from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.optim import rounding
@@ -67,7 +68,7 @@ def build_step(spec: StepSpec) -> Step:
 
     Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before
     clipping), `param_norm`, `update_ratio` (norm of the update over norm of the parameters),
-    `tokens` (those with a weight; 0 if it was skipped), `tokens_read` (without padding, also if it
+    `tokens` (weight of the batch; 0 if it was skipped), `tokens_read` (without padding, also if it
     was skipped), `trained_share` (of them), `verdict` (bits of the guard), `skipped_total` and
     `skipped_in_a_row`. In float16 also `loss_scale` after this step and
     `overflows_total`, the steps not applied because of it. `layers` has the norm of the gradient by
@@ -146,7 +147,7 @@ def build_step(spec: StepSpec) -> Step:
         params, opt_state, averaged = new
         metrics = means | figures
         metrics |= {
-            "tokens": jnp.where(is_good, (batch.weights > 0).sum(dtype=jnp.float32), 0.0),
+            "tokens": jnp.where(is_good, _trained_tokens(batch, part.objective), 0.0),
             "tokens_read": batch.read_count,
             "trained_share": batch.trained_share,
             "learning_rate": jnp.asarray(spec.schedule(applied) * rate, jnp.float32),
@@ -164,6 +165,13 @@ def build_step(spec: StepSpec) -> Step:
         return TrainState(state.step + 1, params, opt_state, guarded, averaged), metrics
 
     return step
+
+
+def _trained_tokens(batch: Tokens, objective: Mean) -> Array:
+    """Return the weight of the batch's tokens; a loss of whole answers has another weight."""
+    if batch.rollout is not None:
+        return (batch.weights > 0).sum(dtype=jnp.float32)
+    return objective.weight if batch.answers is None else batch.weights.sum()
 
 
 def _layer_norms(is_needed: Array, grads: Any, axes: Any) -> Any:
