@@ -25,6 +25,7 @@ from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import backend, disk, faults
 from jaxlm.core.errors import (
     ANOTHER,
+    FREE_SPACE,
     DataError,
     InUse,
     JaxlmError,
@@ -586,8 +587,7 @@ class Store:
             "a checkpoint could not be written",
             where=where,
             why=f"{type(error).__name__}: {error}",  # may end with the actual cause
-            fix="free space there, then run the same command again: "
-            "training resumes at the last committed step",
+            fix=f"{FREE_SPACE}: training resumes at the last committed step",
         )
 
 

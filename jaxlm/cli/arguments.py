@@ -487,10 +487,8 @@ class _Misfit(Exception):
             what = f"{choice[1]!r} is not one of {', '.join(choices)}"
             return CommandError(what, where=self.prog, why=why, fix=fix)
         if below := re.fullmatch(r"argument --\w+: (\S+) is below (\S+)", self.message):
-            what, why = (
-                f"{flag}={below[1]} is below {below[2]}",
-                f"{flag} must be at least {below[2]}",
-            )
+            value, least = below.groups()
+            what, why = f"{flag}={value} is below {least}", f"{flag} must be at least {least}"
             return CommandError(what, where=self.prog, why=why, fix=f"{self.prog} --help")
         number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
         if flag == "--step" and number and re.fullmatch(r"[0-9]+(,[0-9]+)+", number[2]):

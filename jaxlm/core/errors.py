@@ -26,6 +26,7 @@ from jaxlm.core.quoting import safe
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # disk full: unlike other write errors, it may pass
 CLOSED = (errno.EACCES, errno.EPERM)
+FREE_SPACE = "free space there, then run the same command again"
 
 EARLIER_STEP = "use an earlier --step, whose weights are finite"  # a fix for people
 
@@ -138,8 +139,7 @@ def cannot_keep(what: str, place: object, error: OSError) -> SaveFailed | NotWri
     refused = cannot_write(what, place, error)
     if error.errno not in FULL:
         return refused
-    fix = "free space there, then run the same command again"
-    return SaveFailed(refused.what, where=refused.where, why=refused.why, fix=fix)
+    return SaveFailed(refused.what, where=refused.where, why=refused.why, fix=FREE_SPACE)
 
 
 class Preempted(JaxlmError, code=75, kind="preempted"):

@@ -39,7 +39,7 @@ from typing import Any
 
 from jaxlm.core import disk
 from jaxlm.core.callbacks import Log, OnProgress
-from jaxlm.core.errors import FULL, InUse, cannot_write
+from jaxlm.core.errors import FREE_SPACE, FULL, InUse, cannot_write
 from jaxlm.corpus import engines, stages
 from jaxlm.corpus.comparison import compare, find_earlier
 from jaxlm.corpus.config import Recipe
@@ -210,5 +210,5 @@ def output_folder(out: Path) -> Iterator[None]:
             if not Path(place).is_relative_to(out):  # such as a source
                 raise
             if error.errno in FULL:
-                fix = "free space there, then run the same command again"
+                fix = FREE_SPACE
             raise cannot_write("the output folder", place, error, fix=fix) from error
